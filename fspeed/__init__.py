@@ -1,0 +1,1 @@
+"""fspeed: training steps as pure functions, and transforms that compose in any order."""

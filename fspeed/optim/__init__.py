@@ -1,0 +1,1 @@
+"""Optimizers in optax's protocol, with its names, argument names and defaults."""

@@ -1,0 +1,1 @@
+"""A harness for property-testing training code."""

@@ -1,0 +1,1 @@
+"""Transforms: each takes a step and returns a step."""

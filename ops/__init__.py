@@ -1,0 +1,1 @@
+"""Ops: each a folder with a plain reference, a CPU path and a Triton kernel."""

@@ -1,0 +1,1 @@
+"""Meshes, collectives with their transposes, and pieces of sharded values."""
