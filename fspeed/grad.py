@@ -1,0 +1,111 @@
+"""Pull-backs of functions on trees: by plain autograd where nobody else differentiates, by torch.func where somebody does."""
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from fspeed.shard.piece import live, live_form, replace_live
+from fspeed.shard.pytree import tree_leaves, tree_map
+
+
+def in_torch_func() -> bool:
+    """Whether a transform of torch.func (grad, vjp, jvp, vmap) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def in_trace() -> bool:
+    """Whether the operations that are done now become a graph."""
+    return get_proxy_mode() is not None
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def watched(*trees: Any) -> bool:
+    """Whether somebody outside differentiates or batches what is done to the trees."""
+    return in_torch_func() or (torch.is_grad_enabled() and any(requires_grad(x) for tree in trees for x in tree_leaves(tree)))
+
+
+def requires_grad(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.requires_grad or torch._C._functorch.is_gradtrackingtensor(x))
+
+
+def vjp(f: Callable[[Any], tuple[Any, Any]], tree: Any, *closed: Any) -> tuple[Any, Callable[[Any], Any], Any]:
+    """A function's value and its pull-back: `out, pull, aux` for `out, aux = f(tree)`.
+
+    Args:
+        f: from a tree to a tree of tensors and anything else.
+        tree: a pytree of tensors; what is in `Frozen` nodes is not differentiated.
+        closed: other tensors that f uses: if any of them is differentiated from outside, that goes on through here.
+
+    Returns:
+        `out`; `pull`, to be called once: from cotangents of `out`'s live leaves to those of `tree`'s; and `aux`.
+
+    Cost: what autograd keeps. With nobody watching, tensors are plain ones and nothing is kept for higher orders.
+
+    >>> out, pull, _ = vjp(lambda t: (t["x"] ** 2, None), {"x": torch.tensor(3.)})
+    >>> pull(torch.tensor(1.))
+    {'x': tensor(6.)}
+    """
+    return (_vjp_watched if watched(tree, closed) else _vjp_plain)(f, tree)
+
+
+def _vjp_plain(f, tree):
+    xs = [x.detach().requires_grad_() for x in live(tree)]
+    form = live_form(tree)
+    with torch.enable_grad():
+        out, aux = f(replace_live(tree, xs))
+    outs = live(out)
+
+    def pull(cotangents):
+        pairs = [(o, c) for o, c in zip(outs, live(cotangents), strict=True) if o.requires_grad]
+        outs.clear()
+        if not pairs:
+            return form(torch.zeros_like(x) for x in xs)
+        return form(torch.autograd.grad([o for o, _ in pairs], xs, [c for _, c in pairs], materialize_grads=True))
+
+    detach = lambda x: x.detach() if isinstance(x, Tensor) else x
+    return replace_live(out, map(detach, outs)), pull, tree_map(detach, aux)
+
+
+def _vjp_watched(f, tree):
+    box = {}
+
+    def flat(*xs):
+        box["out"], box["aux"] = f(replace_live(tree, xs))
+        return tuple(live(box["out"])), tuple(tree_leaves(box["aux"]))
+
+    form = live_form(tree)
+    outs, pull, aux = torch.func.vjp(flat, *live(tree), has_aux=True)
+    new = iter(aux)
+    return (
+        replace_live(box["out"], outs), lambda cotangents: form(pull(tuple(live(cotangents)))), tree_map(lambda _: next(new), box["aux"])
+    )
+
+
+def closed_over(fn: Any, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a function holds by name, other than its arguments: in its closure, its defaults, or bound by partial."""
+    if isinstance(fn, functools.partial):
+        held = {**{f"argument {i}": a for i, a in enumerate(fn.args)}, **fn.keywords, "func": fn.func}
+    elif hasattr(fn, "__code__"):
+        held = dict(zip(fn.__code__.co_freevars, map(_content, fn.__closure__ or ()), strict=True))
+        held.update({f"default {i}": d for i, d in enumerate(fn.__defaults__ or ())}, **(fn.__kwdefaults__ or {}))
+    else:
+        held = {}
+    for name, value in held.items():
+        if callable(value) and depth:
+            yield from closed_over(value, depth - 1)
+        elif isinstance(value, (Tensor, dict, list, tuple)):
+            yield from ((name, x) for x in tree_leaves(value) if isinstance(x, Tensor))
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:      # a variable that is not assigned yet
+        return None

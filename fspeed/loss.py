@@ -1,0 +1,83 @@
+"""What a loss returns: weighted sums, which add over microbatches, ranks and stages."""
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fspeed.shard.pytree import tree_map
+
+
+class Loss(NamedTuple):
+    """A weighted sum and its weight; losses and metrics add, and the mean is taken once, of the whole batch.
+
+        value = total / weight,    0 where weight is 0
+
+    Args:
+        total: the sum of all values, a 0-d tensor.
+        weight: what it is divided by in the end, a 0-d tensor: how many values there are.
+
+    >>> a, b = Loss(torch.tensor(6.), torch.tensor(3.)), Loss(torch.tensor(4.), torch.tensor(1.))
+    >>> Loss(a.total + b.total, a.weight + b.weight).value()
+    tensor(2.5000)
+    """
+    total: Any
+    weight: Any
+
+    def value(self) -> Tensor:
+        return self.total / torch.where(self.weight == 0, 1, self.weight)
+
+
+def mean(values: Tensor, mask: Tensor | None = None) -> Loss:
+    """The mean of values where the mask is on, as a `Loss`: right however the batch is split.
+
+    Args:
+        values: any shape, a floating dtype; summed in at least float32.
+        mask: of the same shape, boolean or weights; all ones by default. Values under a zero are not looked at.
+
+    Returns:
+        Loss(sum of mask * values, sum of mask).
+
+    >>> mean(torch.tensor([1., 3., 9.]), torch.tensor([True, True, False])).value()
+    tensor(2.)
+    """
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    values = values.to(dtype)
+    if mask is None:
+        return Loss(values.sum(), torch.full((), values.numel(), dtype=dtype, device=values.device))
+    if mask.shape != values.shape:
+        raise ValueError(f"fs.mean: values have shape {tuple(values.shape)}, the mask {tuple(mask.shape)}; give them the same shape")
+    mask = mask.to(dtype)
+    return Loss(torch.where(mask == 0, 0, values * mask).sum(), mask.sum())
+
+
+def as_metrics(out: Any, rows: Tensor) -> dict[str, Any]:
+    """What a loss returned, as {"loss": Loss, name: Loss, ...} and, if it returned buffers, {"buffers": tree of Loss}.
+
+    A bare scalar counts as the mean over its rows, a new buffer as the mean over the parts of the batch, weighted by rows.
+    """
+    loss, more, buffers = _parts(out)
+    count = torch.full((), len(rows), dtype=torch.float32, device=rows.device)
+    found = {name: _as_loss(name, x, count) for name, x in {"loss": loss, **more}.items()}
+    if buffers is not None:
+        found["buffers"] = tree_map(lambda b: Loss(b.detach().to(torch.float64) * len(rows), count.to(torch.float64)), buffers)
+    return found
+
+
+def _parts(out: Any) -> tuple[Any, dict, Any]:
+    if isinstance(out, Loss) or not isinstance(out, tuple):
+        return out, {}, None
+    if len(out) in (2, 3) and isinstance(out[1], dict):
+        return out[0], out[1], out[2] if len(out) == 3 else None
+    raise TypeError(
+        f"a loss returned a {type(out).__name__} of {len(out)}; expected fs.Loss, a scalar tensor, "
+        "or (one of these, {name: fs.Loss}), and behind them the new buffers if it was given buffers"
+    )
+
+
+def _as_loss(name: str, x: Any, count: Tensor) -> Loss:
+    if isinstance(x, Loss):
+        return x
+    if isinstance(x, Tensor) and x.dim() == 0:
+        return Loss(torch.where(count == 0, 0, x * count), count)
+    what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+    raise TypeError(f"{name!r} must be an fs.Loss or a 0-d tensor, got {what}; fs.mean(values, mask) makes one of any shape")

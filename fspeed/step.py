@@ -1,0 +1,325 @@
+"""A step is data; a transform maps a step to a step.
+
+    state, batch --grads(base)--> metrics, gradients --update(apply)--> state
+
+Both arrows are a wrapper and what it wraps. A transform wraps from outside or from inside, and nothing else.
+"""
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fspeed import random
+from fspeed.grad import closed_over, vjp, watched
+from fspeed.loss import Loss
+from fspeed.opened import At, Opened, View, through
+from fspeed.shard.collectives import all_gather, psum
+from fspeed.shard.mesh import Axis
+from fspeed.shard.piece import Absent, live, live_form, only_live, replace_live
+from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_paths
+from fspeed.tree import Groups, Place, chooser, cut, whole
+
+Metrics = dict[str, Any]                                                    # name: Loss
+Grads = Callable[[Opened, "State", "Batch"], tuple[Metrics, Any]]           # the metrics' sums, and gradients of the total
+Update = Callable[[Any, "State"], tuple["State", dict[str, Tensor]]]        # the new state, and more metrics
+
+
+class State(NamedTuple):
+    """All that a training run is: pass it in, take the next one out, save it, restore it.
+
+    Args:
+        step: how often the step was called: int64.
+        params: parameters as they are stored, `Groups`; `step.params(state)` gives the plain tree.
+        opt_state: the bare optimizer's state, whatever the stack.
+        buffers: what a loss updates beside gradients, or None.
+        key: int32 (2,), constant; each call folds `step` into it.
+        extra: what transforms remember, by name.
+    """
+    step: Tensor
+    params: Groups
+    opt_state: Any
+    buffers: Any
+    key: Tensor
+    extra: dict[str, Any]
+
+
+class Batch(NamedTuple):
+    """A batch, and the place of each of its rows in the whole batch of all ranks.
+
+    Args:
+        data: a pytree of tensors whose first dim is the row.
+        rows: int64 (rows,), each row's number in the whole batch; a step numbers them itself when it is given bare data.
+    """
+    data: Any
+    rows: Tensor
+
+
+def value_and_grad(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, Any]:
+    """The innermost gradient function: a loss's metrics, and the gradient of its total with respect to stored parameters."""
+    def total(params):
+        metrics = loss(state._replace(params=params), batch)
+        return metrics["loss"].total, metrics
+
+    out, pull, metrics = vjp(total, state.params, [x for _, x in closed_over(loss.loss)])
+    return metrics, pull(torch.ones_like(out) if loss.seed is None else loss.seed.to(out.dtype))
+
+
+def value_only(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, None]:
+    """In place of `value_and_grad`, when only the metrics are wanted."""
+    with torch.no_grad():
+        return loss(state, batch), None
+
+
+@dataclass(frozen=True)
+class Step:
+    """A pure training step, `(state, batch) -> (state, metrics)`, as data; made by `fs.step`, changed by transforms.
+
+    Attributes:
+        loss: (params, batch, key) -> Loss.
+        optimizer: optax's pair: init(params), update(grads, opt_state, params) -> (updates, opt_state).
+        layers, trainable: which subtrees are layers, which leaves are trained: predicates on key paths.
+        place: how a group comes to be stored: (in words, (name, group) -> stored group), innermost first.
+        axes: the mesh axes that the step runs over, in the order of the mesh.
+        extra: what transforms remember: (name, stored parameters -> initial value).
+        reduce: the dtype that gradients are summed in over ranks; None: at least float32.
+        grads, base: the wrapper of, and the innermost, gradient function.
+        update: the wrapper of `apply`, which runs the optimizer.
+        own: how a step comes to own the parameters and moments that it writes over: a copy, or, donated, as they are.
+    """
+    loss: Callable
+    optimizer: Any
+    layers: Callable[[str], bool] = lambda path: False
+    trainable: Callable[[str], bool] = lambda path: True
+    place: tuple[Place, ...] = ()
+    axes: tuple[Axis, ...] = ()
+    extra: tuple[tuple[str, Callable[[Groups], Any]], ...] = ()
+    reduce: torch.dtype | None = None
+    grads: Callable[[Grads], Grads] = lambda base: base
+    base: Grads = value_and_grad
+    update: Callable[[Update], Update] = lambda apply: apply
+    own: Callable[[Any], Any] = lambda tree: tree_map(torch.clone, tree)
+
+    def init(self, params: Any, key: Tensor | None = None, buffers: Any = None) -> State:
+        """The first state.
+
+        Args:
+            params: a pytree of tensors and `fs.lazy` leaves, the same on every rank; it is left as it is.
+            key: a raw key, int32 (2,); `fs.random.key(0)` by default.
+            buffers: what the loss updates beside gradients; it then takes them as a fourth argument and returns them third.
+
+        Returns:
+            A `State`: this rank's part of it, if the step is sharded.
+
+        Raises:
+            ValueError: a leaf is no tensor, nothing is trainable, or `layers=` matches nothing.
+
+        Cost: one whole group at a time beside what the caller holds.
+        """
+        stored = cut(params, self.layers, self.trainable, self.place, self.axes)
+        return State(
+            torch.zeros((), dtype=torch.int64), stored, self.optimizer.init(only_live(stored)), buffers,
+            random.key(0) if key is None else key, {name: start(stored) for name, start in self.extra},
+        )
+
+    def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
+        """One step: (state, batch) -> (state, metrics). The inputs are left as they were."""
+        metrics, grads = self.value_and_grad(state, batch)
+        buffers = metrics.pop("buffers", None)
+        new, more = self.update(self.apply)(grads, state)
+        if buffers is not None:
+            buffers = tree_map(lambda old, new: new.value().to(old.dtype), state.buffers, buffers)
+        return new._replace(step=state.step + 1, buffers=buffers), {**values(metrics), **more}
+
+    def value_and_grad(self, state: State, batch: Any) -> tuple[Metrics, Any]:
+        """The whole batch's metrics, as `Loss`es, and mean gradients in the form and the place of the stored parameters."""
+        metrics, grads = self._run(Opened(self.loss, self.reduce), self.base, state, batch)
+        weight = metrics["loss"].weight
+        weight = torch.where(weight == 0, 1, weight)
+        return metrics, tree_map(lambda g: g / weight.to(g.dtype), grads)
+
+    def evaluate(self, state: State, batch: Any) -> dict[str, Tensor]:
+        """The metrics of a batch, without gradients and with `key=None` for the loss: nothing random.
+
+        Args:
+            state, batch: as for a call.
+
+        Returns:
+            {name: value}.
+
+        Cost: a forward pass; it gathers and sums over ranks what a step's forward does.
+        """
+        metrics, _ = self._run(Opened(self.loss, self.reduce, random=False), value_only, state, batch)
+        metrics.pop("buffers", None)
+        return values(metrics)
+
+    def params(self, state: State) -> Any:
+        """The plain parameter tree, whole on every rank; call it on all of them."""
+        return whole(state.params)
+
+    def _run(self, loss: Opened, base: Grads, state: State, batch: Any) -> tuple[Metrics, Any]:
+        self.check(state)
+        metrics, grads = self.grads(base)(loss, state, self.numbered(batch))
+        return summed(metrics, self.axes), grads
+
+    def apply(self, grads: Any, state: State) -> tuple[State, dict[str, Tensor]]:
+        """The optimizer's update, in one pass where the optimizer has one and nobody differentiates through it."""
+        params = only_live(state.params)
+        one_pass = getattr(self.optimizer, "apply", None)
+        if one_pass is None or watched(grads, state):
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
+            params = tree_map(lambda p, u: (p + u).to(p.dtype), params, updates)
+        else:
+            params, opt_state = one_pass(grads, self.own(state.opt_state), self.own(params))
+        return state._replace(params=replace_live(state.params, tree_leaves(params)), opt_state=opt_state), {}
+
+    # ------------------------------------------------------------ what comes in
+    def numbered(self, batch: Any) -> Batch:
+        """The batch with its rows numbered, in the order of the mesh; one small all-gather an axis that splits it."""
+        if isinstance(batch, Batch):
+            return batch
+        n, device = rows_of(batch)
+        start = torch.zeros((), dtype=torch.int64, device=device)
+        count = torch.full((1,), n, dtype=torch.int64, device=device)
+        for axis in reversed([a for a in self.axes if a.splits_batch and a.size > 1]):
+            counts = all_gather(count, axis)
+            start, count = start + counts[: axis.rank].sum(), counts.sum(0, keepdim=True)
+        return Batch(batch, start + torch.arange(n, device=device))
+
+    def check(self, state: Any) -> None:
+        """Raise, before anything is sent, if a state is not this step's."""
+        if not isinstance(state, State) or not isinstance(state.params, Groups):
+            raise TypeError(f"a step takes a State first, got a {type(state).__name__}; step.init(params) makes one")
+        here, there = tuple(label for label, _ in self.place), state.params.placed
+        if here != there:
+            raise ValueError(
+                f"this state comes from another stack: its parameters are {' then '.join(there) or 'whole'}, "
+                f"this step keeps them {' then '.join(here) or 'whole'}; make it with this step's init, or save and restore it"
+            )
+        if set(state.extra) != {name for name, _ in self.extra}:
+            raise ValueError(
+                f"this state comes from another stack: its extra has {sorted(state.extra)}, "
+                f"this step's transforms need {sorted(n for n, _ in self.extra)}"
+            )
+
+
+def step(
+    loss: Callable, optimizer: Any, *, layers: str | Iterable[str] | Callable[[str], bool] = (),
+    trainable: str | Iterable[str] | Callable[[str], bool] = "**",
+) -> Step:
+    """A training step from a loss and an optimizer: what transforms take and return.
+
+        g = d total / d params / weight;    params, opt_state = optimizer(g, opt_state, params)
+
+    Args:
+        loss: `(params, batch, key) -> Loss`, or `(Loss, {name: Loss})`. A bare scalar counts as the mean over its rows. `key`
+            is a `fs.random.Key` that knows each row's place in the whole batch; None in `evaluate`.
+        optimizer: optax's pair, init and update, such as `fs.optim.adamw(3e-4)`.
+        layers: globs over key paths, or a predicate: which subtrees are layers, the units of gathering and recompute.
+        trainable: globs or a predicate over leaves' paths; the other leaves get no gradient and no moments and keep their bits.
+
+    Returns:
+        A `Step`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
+
+    Cost: as the same loop written by hand.
+
+    >>> from fspeed import optim
+    >>> from fspeed.loss import mean
+    >>> s = step(lambda params, batch, key: mean((params["w"] - batch) ** 2), optim.sgd(0.25))
+    >>> state, metrics = s(s.init({"w": torch.tensor(0.)}), torch.tensor([1., 3.]))
+    >>> metrics["loss"], s.params(state)
+    (tensor(5.), {'w': tensor(1.)})
+    """
+    if not callable(loss):
+        raise TypeError(f"fs.step: loss must be a function (params, batch, key) -> fs.Loss, got a {type(loss).__name__}")
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(f"fs.step: optimizer must have init and update, as optax's have; got a {type(optimizer).__name__}")
+    return Step(loss, optimizer, chooser(layers), chooser(trainable))
+
+
+def rows_of(batch: Any) -> tuple[int, torch.device]:
+    """How many rows a batch has; ValueError if its leaves disagree."""
+    leaves = [(p, x) for p, x in zip(tree_paths(batch), tree_leaves(batch), strict=True)]
+    for path, x in leaves:
+        if not isinstance(x, Tensor) or x.dim() == 0:
+            what = "a 0-d tensor" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise ValueError(f"batch leaf {path or 'itself'!r} is {what}; every leaf must be a tensor whose first dim is the row")
+    if not leaves:
+        raise ValueError("the batch has no leaves; expected a pytree of tensors whose first dim is the row")
+    if len({len(x) for _, x in leaves}) > 1:
+        raise ValueError(f"batch leaves disagree on their rows: {', '.join(f'{p!r} has {len(x)}' for p, x in leaves)}")
+    return len(leaves[0][1]), leaves[0][1].device
+
+
+def summed(metrics: Metrics, axes: tuple[Axis, ...]) -> Metrics:
+    """Metrics summed over mesh axes: one message an axis, in float64."""
+    leaves, spec = tree_flatten(metrics)
+    if not any(a.size > 1 for a in axes):
+        return metrics
+    flat = torch.cat([x.to(torch.float64).reshape(-1) for x in leaves])
+    flat = functools.reduce(psum, axes, flat)
+    parts = flat.split([x.numel() for x in leaves])
+    return spec.unflatten([p.reshape(x.shape).to(x.dtype) for p, x in zip(parts, leaves, strict=True)])
+
+
+def values(metrics: Metrics) -> dict[str, Tensor]:
+    """{name: Loss} -> {name: value}."""
+    return {name: m.value() for name, m in metrics.items()}
+
+
+# ---------------------------------------------------------------- how transforms are written
+def outside(step: Step, wrap: Callable[[Grads], Grads], **fields: Any) -> Step:
+    """The step with its gradient function wrapped from outside: `wrap(inner)` sees what is stored at its level."""
+    return replace(step, grads=lambda base: wrap(step.grads(base)), **fields)
+
+
+def inside(step: Step, wrap: Callable[[Grads], Grads], **fields: Any) -> Step:
+    """The step with its innermost gradient function wrapped: `wrap(base)` sees what all other transforms hand on."""
+    return replace(step, grads=lambda base: step.grads(wrap(base)), **fields)
+
+
+def on_loss(change: Callable[[Opened], Opened]) -> Callable[[Grads], Grads]:
+    """A wrapper that only changes the loss that it hands on."""
+    return lambda inner: lambda loss, state, batch: inner(change(loss), state, batch)
+
+
+def at_each_use(view: View) -> Callable[[Grads], Grads]:
+    """A wrapper: stored groups are usable through view whenever they are used, and gradients come home then."""
+    return on_loss(lambda loss: loss.through(view))
+
+
+def once_a_step(view: View) -> Callable[[Grads], Grads]:
+    """A wrapper: all groups are made usable before the loss, and gradients come home once, after it.
+
+    Views that are pending from outside are due first.
+    """
+    def wrap(inner: Grads) -> Grads:
+        def run(loss: Opened, state: State, batch: Batch):
+            pulls, usable = {}, {}
+            for name, group in state.params.items():
+                usable[name], pulls[name] = (group, None) if isinstance(group, Absent) else through((*loss.views, view), name, group)
+            metrics, grads = inner(replace(loss, views=()), state._replace(params=state.params.replace(usable.values())), batch)
+            return metrics, None if grads is None else grads.map(lambda name, g: pulls[name](g))
+
+        return run
+
+    return wrap
+
+
+def around(step: Step, wrap: Callable[[Callable, At], Callable]) -> Step:
+    """The step with every layer wrapped: `wrap(fn, at)`."""
+    return outside(step, on_loss(lambda loss: loss.wrapped(wrap)))
+
+
+def placed(step: Step, label: str, place: Callable[[str, Any], Any]) -> tuple[Place, ...]:
+    """The step's `place` field with one more: `place(name, group)`, said by label."""
+    return (*step.place, (label, place))
+
+
+def over(step: Step, axis: Axis) -> tuple[Axis, ...]:
+    """The step's `axes` field with one more, in the order of the mesh; ValueError if it is there already."""
+    if any(a.name == axis.name for a in step.axes):
+        raise ValueError(f"axis {axis.name!r} is used by two transforms of one step; give each an axis of its own")
+    return tuple(sorted((*step.axes, axis), key=lambda a: a.dim))

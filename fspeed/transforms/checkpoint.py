@@ -1,0 +1,196 @@
+"""Activation checkpointing: layers are run again in backward instead of kept."""
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fspeed.grad import closed_over, in_torch_func, requires_grad, vjp
+from fspeed.opened import At
+from fspeed.shard.pytree import tree_flatten, tree_unflatten
+from fspeed.step import Step, around
+
+dead = torch._C._functorch.unwrap_if_dead       # what a Function saved may be wrapped for a torch.func level that is gone
+
+
+def checkpoint(
+    step: Step, *, where: Callable[[At], bool] = lambda at: True, save: Callable[[Any], bool] | None = None
+) -> Step:
+    """Same in and out as the step; layers keep only their arguments, and are run again in backward.
+
+    Args:
+        step: a step.
+        where: which layers, from where they stand: `lambda at: at.index % 2 == 0` is every second one.
+        save: which operations' outputs are kept and not computed again, a predicate on `torch._ops.OpOverload`:
+            `lambda op: op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)`. None by default.
+
+    Returns:
+        A step with the same randomness: a key is an argument like any other.
+
+    Raises:
+        TypeError: when called: a layer uses a differentiated tensor that is not among its arguments; its gradient would be lost.
+
+    Cost: one more forward of these layers; of their activations, only arguments are held from forward to backward.
+
+    Source: Chen et al., arXiv 1604.06174.
+
+    >>> from fspeed import optim
+    >>> from fspeed.layer import layer
+    >>> from fspeed.loss import mean
+    >>> from fspeed.step import step
+    >>> tanh = layer(lambda p, x: torch.tanh(p["w"] * x))
+    >>> s = checkpoint(step(lambda p, batch, key: mean(tanh(p["block"], batch)), optim.sgd(1.), layers="block"))
+    >>> s.params(s(s.init({"block": {"w": torch.tensor(0.)}}), torch.tensor([1., 3.]))[0])
+    {'block': {'w': tensor(-2.)}}
+    """
+    return around(step, lambda fn, at: remat(fn, save=save, name=at.names) if where(at) else fn)
+
+
+def remat(fn: Callable, *, save: Callable[[Any], bool] | None = None, name: Any = None) -> Callable:
+    """`fn`, computed again in backward: only its arguments are kept; what `checkpoint` does to a layer.
+
+    Args:
+        fn: a function of pytrees to a pytree.
+        save: which operations' outputs are kept, as for `checkpoint`.
+        name: what to call it in an error.
+
+    Returns:
+        A function with the same values and derivatives of all orders, under autograd and torch.func.
+
+    Cost: one more `fn`.
+
+    >>> torch.func.grad(torch.func.grad(remat(lambda x: torch.sin(torch.sin(x)))))(torch.tensor(0.))
+    tensor(0.)
+    """
+    def run(*args, **kwargs):
+        refuse_closures(fn, name)
+        leaves, spec = tree_flatten((args, kwargs))
+        at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        box: dict[str, Any] = {}
+
+        def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
+            full = list(leaves)
+            for i, x in zip(at, tensors, strict=True):
+                full[i] = x
+            args, kwargs = tree_unflatten(spec, full)
+            outs, box["spec"] = tree_flatten(fn(*args, **kwargs))
+            return tuple(outs)
+
+        tensors = [leaves[i] for i in at]
+        for i in at:
+            leaves[i] = None
+        outs = _Remat.apply(flat, Saved(save) if save else None, name, *tensors)
+        return tree_unflatten(box["spec"], outs)
+
+    return run
+
+
+class _Remat(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(flat, saved, name, *tensors):
+        outs = flat(*tensors) if saved is None else saved.recording(flat, tensors)
+        return tuple(o.view_as(o) if any(o is x for x in tensors) else o for o in outs)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.flat, ctx.saved, ctx.name, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.mark_non_differentiable(*[o for o in output if not real(o)])
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        tensors = [dead(x) for x in ctx.saved_tensors]
+        at = [i for i, x in enumerate(tensors) if real(x)]
+        flat = ctx.flat if ctx.saved is None else ctx.saved.replaying(ctx.flat)
+
+        def f(xs):
+            outs = [o for o in flat(*_put(tensors, at, xs)) if real(o)]
+            refuse_strangers(outs, xs, ctx.name)
+            return outs, None
+
+        _, pull, _ = vjp(f, [tensors[i] for i in at])
+        grads = pull([c for c in cotangents if c is not None and real(c)])
+        return None, None, None, *_put([None] * len(tensors), at, grads)
+
+    @staticmethod
+    def jvp(ctx, _flat, _saved, _name, *tangents):
+        tensors = [dead(x) for x in ctx.saved_tensors]
+        at = [i for i, t in enumerate(tangents) if t is not None]
+        f = lambda *xs: ctx.flat(*_put(tensors, at, xs))
+        return torch.func.jvp(f, tuple(tensors[i] for i in at), tuple(tangents[i] for i in at))[1]
+
+
+def _put(into: list, at: list[int], values) -> list:
+    full = list(into)
+    for i, x in zip(at, values, strict=True):
+        full[i] = x
+    return full
+
+
+def real(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+# ---------------------------------------------------------------- gradients that would be lost
+def refuse_closures(fn: Callable, name: Any) -> None:
+    """Raise if a function uses, beside its arguments, a tensor that is differentiated."""
+    inner = getattr(fn, "fn", fn)
+    lost = [held for held, x in closed_over(inner) if torch.is_grad_enabled() and requires_grad(x)]
+    if lost:
+        raise TypeError(_message(name, f"the differentiated tensor {lost[0]!r}"))
+
+
+def refuse_strangers(outs: list[Tensor], xs: list[Tensor], name: Any) -> None:
+    """Raise if results depend, as autograd sees it, on leaves other than xs."""
+    if in_torch_func():
+        return
+    known, seen, todo = {id(x) for x in xs}, set(), [o.grad_fn for o in outs if o.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and id(node.variable) not in known:
+            raise TypeError(_message(name, f"a differentiated tensor of shape {tuple(node.variable.shape)}"))
+        todo += [n for n, _ in node.next_functions if n is not None]
+
+
+def _message(name: Any, what: str) -> str:
+    who = f"layer {name!r}" if name is not None else "a checkpointed function"
+    return f"{who} uses {what} that is not among its arguments; under checkpoint its gradient would be lost: pass it as an argument"
+
+
+# ---------------------------------------------------------------- outputs that are kept
+class Saved:
+    """The outputs of chosen operations, in the order in which a function makes them."""
+
+    def __init__(self, chosen: Callable[[Any], bool]):
+        self.chosen, self.outputs = chosen, []
+
+    def recording(self, flat: Callable, tensors: tuple) -> tuple:
+        self.outputs.clear()
+        with _Intercepted(self.chosen, lambda out: self.outputs.append(out) or out):
+            return flat(*tensors)
+
+    def replaying(self, flat: Callable) -> Callable:
+        def run(*tensors):
+            outputs = iter(self.outputs)
+            with _Intercepted(self.chosen, None, outputs):
+                return flat(*tensors)
+
+        return run
+
+
+class _Intercepted(TorchDispatchMode):
+    def __init__(self, chosen, record, outputs=None):
+        super().__init__()
+        self.chosen, self.record, self.outputs = chosen, record, outputs
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self.chosen(func):
+            return func(*args, **(kwargs or {}))
+        return self.record(func(*args, **(kwargs or {}))) if self.outputs is None else next(self.outputs)

@@ -1,0 +1,286 @@
+"""Parameter trees cut into named groups: one for each layer, and the root for all that is in no layer."""
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fspeed.shard.mesh import Axis
+from fspeed.shard.piece import Absent, Flat, Frozen, Piece, Tied, gather, thaw
+from fspeed.shard.pytree import NAMESPACE, register, tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
+
+ROOT = "root"
+Group = Any                                             # a subtree: what transforms act on
+Place = tuple[str, Callable[[str, Group], Group]]       # in words, and (name, group) -> stored group
+
+
+class Lazy:
+    """A leaf to be made by `fn(*args)`."""
+
+    def __init__(self, fn: Callable[..., Tensor], args: tuple):
+        self.fn, self.args = fn, args
+
+
+def lazy(fn: Callable[..., Tensor], *args: Any) -> Any:
+    """A leaf of a parameter tree that is made, by `fn(*args)`, only when its group is placed.
+
+    With lazy leaves `step.init` never holds more than one whole group, however large the model.
+
+    Args:
+        fn: makes the tensor, the same on every rank.
+        args: its arguments.
+
+    Returns:
+        What to put into the parameter tree in place of the tensor.
+
+    >>> cut({"w": lazy(torch.zeros, 2, 3)})["root"]["w"].shape
+    torch.Size([2, 3])
+    """
+    return Lazy(fn, args)
+
+
+# ---------------------------------------------------------------- choosing by path
+def matches(pattern: str, path: str) -> bool:
+    """Whether a glob matches a key path: `*` stands for a key or a part of one, `**` for any number of keys.
+
+    >>> matches("blocks/*", "blocks/0"), matches("blocks/*", "blocks/0/w"), matches("**/w", "blocks/0/w")
+    (True, False, True)
+    """
+    def match(pattern: list[str], path: list[str]) -> bool:
+        if not pattern:
+            return not path
+        if pattern[0] == "**":
+            return match(pattern[1:], path) or (bool(path) and match(pattern, path[1:]))
+        return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and match(pattern[1:], path[1:])
+
+    return match(pattern.split("/"), path.split("/"))
+
+
+def chooser(which: str | Iterable[str] | Callable[[str], bool]) -> Callable[[str], bool]:
+    """A predicate on key paths, from one, a glob or several globs."""
+    if callable(which):
+        return which
+    patterns = (which,) if isinstance(which, str) else tuple(which)
+    return lambda path: any(matches(p, path) for p in patterns)
+
+
+# ---------------------------------------------------------------- groups
+@dataclass(frozen=True)
+class Leaf:
+    """What is known of a whole leaf without its values."""
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    frozen: bool
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """How groups join into the whole tree. `slots`: for each leaf of `spec`, its group and, in the root, its path."""
+    spec: Any = field(repr=False)
+    slots: tuple[tuple[str, str | None], ...] = field(repr=False)
+    specs: tuple[Any, ...] = field(repr=False)          # the structure of each group
+    leaves: tuple[tuple[Leaf, ...], ...]                # the leaves of each group
+
+
+class Groups:
+    """A tree cut into named groups: parameters as they are stored, and likewise gradients and moments.
+
+    `groups[name]` is one group; `whole(groups)` is the plain tree, gathered. A pytree node whose children are the groups.
+    """
+
+    def __init__(self, stored: tuple, names: tuple[str, ...], skeleton: Skeleton, axes: tuple[Axis, ...], placed: tuple[str, ...]):
+        self.stored, self.names, self.skeleton, self.axes, self.placed = stored, names, skeleton, axes, placed
+
+    def items(self) -> Iterator[tuple[str, Group]]:
+        return zip(self.names, self.stored, strict=True)
+
+    def __getitem__(self, name: str) -> Group:
+        return self.stored[self.names.index(name)]
+
+    def replace(self, stored: Iterable) -> Groups:
+        """The same tree of other groups."""
+        return Groups(tuple(stored), self.names, self.skeleton, self.axes, self.placed)
+
+    def map(self, f: Callable[..., Group], *others: Groups) -> Groups:
+        """f(name, group, ...) of every group that is here."""
+        rows = zip(self.names, self.stored, *(o.stored for o in others), strict=True)
+        return self.replace(row[1] if isinstance(row[1], Absent) else f(*row) for row in rows)
+
+    def leaves(self, name: str) -> tuple[Leaf, ...]:
+        """What is known of a group's whole leaves."""
+        return self.skeleton.leaves[self.names.index(name)]
+
+    def __repr__(self) -> str:
+        return f"Groups({dict(self.items())!r})"
+
+
+register(Groups, ("stored",), ("names", "skeleton", "axes", "placed"))
+
+
+def cut(
+    params: Any, is_layer: Callable[[str], bool] = lambda path: False, trainable: Callable[[str], bool] = lambda path: True,
+    place: tuple[Place, ...] = (), axes: tuple[Axis, ...] = (),
+) -> Groups:
+    """Cut a parameter tree into its root and its layers, and place each; one whole group is held at a time.
+
+    Args:
+        params: a pytree of tensors and `lazy` leaves.
+        is_layer, trainable: predicates on key paths, of subtrees and of leaves.
+        place: how a group comes to be stored, innermost first.
+        axes: the mesh axes that the tree is spread over.
+
+    Raises:
+        ValueError: a leaf is no tensor, or no leaf is trainable.
+    """
+    layers = _layers(params, is_layer)
+    first = {id(t): path for path, t in reversed(layers.items())}           # a layer used twice is stored once
+    is_top = lambda x: id(x) in first
+    tops, spec = tree_flatten(params, is_leaf=is_top)
+    root: dict[str, Any] = {}
+    slots = []
+    for x, path in zip(tops, tree_paths(params, is_leaf=is_top), strict=True):
+        if is_top(x):
+            slots.append((first[id(x)], None))
+        else:
+            root[path] = x
+            slots.append((ROOT, path))
+    _refuse_ties({ROOT: root, **layers})
+
+    stored, specs, leaves = [], [], []
+    groups = {**({ROOT: root} if root else {}), **{path: layers[path] for path in dict.fromkeys(first[id(t)] for t in layers.values())}}
+    for name, group in groups.items():
+        prefix = "" if name == ROOT else name
+        made, info = _made(group, prefix, trainable)
+        specs.append(tree_flatten(group)[1])
+        leaves.append(info)
+        for _, step in place:
+            made = made if isinstance(made, Absent) else step(name, made)
+        stored.append(made)
+    if not any(not leaf.frozen for info in leaves for leaf in info):
+        raise ValueError(
+            "params has no leaf to train: got "
+            + (", ".join(f"{x.path!r} ({x.dtype})" for info in leaves for x in info) or "an empty tree")
+            + "; at least one leaf must be of a floating or complex dtype and chosen by trainable="
+        )
+    skeleton = Skeleton(spec, tuple(slots), tuple(specs), tuple(leaves))
+    return Groups(tuple(stored), tuple(groups), skeleton, axes, tuple(label for label, _ in place))
+
+
+def _layers(params: Any, is_layer: Callable[[str], bool]) -> dict[str, Any]:
+    """The subtrees that are layers, by path, in natural order; a layer has no layers in it."""
+    found = {}
+    for accessor in optree.tree_accessors(params, namespace=NAMESPACE):
+        keys = [str(e.entry) for e in accessor]
+        for depth in range(1, len(keys) + 1):
+            path = "/".join(keys[:depth])
+            if path in found or is_layer(path):
+                found[path] = accessor[:depth](params)
+                break
+    return {path: found[path] for path in sorted(found, key=natural)}
+
+
+def natural(path: str) -> list[tuple[int, int, str]]:
+    """A sorting key under which `blocks/2` comes before `blocks/10`."""
+    return [(0, int(k), "") if k.isdigit() else (1, 0, k) for k in re.split("/", path)]
+
+
+def _made(group: Group, prefix: str, trainable: Callable[[str], bool]) -> tuple[Group, tuple[Leaf, ...]]:
+    """A group as transforms see it: lazy leaves made, what is not trained in `Frozen` nodes, a leaf that comes again `Tied`."""
+    leaves, spec = tree_flatten(group)
+    seen: dict[int, int] = {}
+    out: list[Any] = []
+    info = []
+    for i, (leaf, key) in enumerate(zip(leaves, tree_paths(group), strict=True)):
+        path = "/".join(k for k in (prefix, key) if k)
+        x = leaf.fn(*leaf.args) if isinstance(leaf, Lazy) else leaf
+        if not isinstance(x, Tensor):
+            raise ValueError(f"params leaf {path!r} is a {type(x).__name__}; every leaf must be a torch.Tensor (or fs.lazy)")
+        at = seen.setdefault(id(leaf), i)
+        frozen = not (x.is_floating_point() or x.is_complex()) or not trainable(path)
+        info.append(Leaf(path, tuple(x.shape), x.dtype, frozen))
+        out.append(Tied(at) if at < i else Frozen(x) if frozen else x)
+    return tree_unflatten(spec, out), tuple(info)
+
+
+def _refuse_ties(groups: Mapping[str, Group]) -> None:
+    """Raise if a tensor is in two groups: its gradient would be split between them."""
+    seen: dict[int, tuple[int, str]] = {}
+    for name, group in groups.items():
+        for x, key in zip(tree_leaves(group), tree_paths(group), strict=True):
+            path = key if name == ROOT else f"{name}/{key}"
+            owner, other = seen.setdefault(id(x), (id(group), path))
+            if owner != id(group):
+                raise ValueError(
+                    f"params leaves {other!r} and {path!r} are one tensor, but lie in different layers; "
+                    "keep a tied leaf out of layers= and pass it to the layers that use it, or give each its own tensor"
+                )
+
+
+def join(skeleton: Skeleton, usable: Mapping[str, Any]) -> Any:
+    """The whole tree, from the usable root, {path: leaf}, and what stands for each layer."""
+    return tree_unflatten(skeleton.spec, [usable[name] if path is None else usable[name][path] for name, path in skeleton.slots])
+
+
+def whole(tree: Any) -> Any:
+    """A tree with every `Groups` in it gathered into a plain tree on every rank: parameters, gradients, optimizer states.
+
+    Args:
+        tree: any pytree; what is no `Groups` stays as it is.
+
+    Returns:
+        The same tree with plain trees in place of `Groups`; None where a gradient or moment of a frozen leaf would be.
+
+    Cost: one all-gather a buffer; call it on every rank.
+
+    >>> whole({"mu": cut({"w": torch.ones(2)})})
+    {'mu': {'w': tensor([1., 1.])}}
+    """
+    def plain(node: Any) -> Any:
+        if not isinstance(node, Groups):
+            return node
+        return join(node.skeleton, {n: thaw(gathered(g)) for n, g in node.items()})
+
+    return tree_map(plain, tree, is_leaf=lambda x: isinstance(x, Groups))
+
+
+def gathered(group: Group) -> Group:
+    """A stored group with its flat shards gathered, level by level."""
+    is_piece = lambda x: isinstance(x, Piece) and isinstance(x.layout, Flat)
+    while any(map(is_piece, tree_leaves(group, is_leaf=is_piece))):
+        group = tree_map(lambda x: gather(x) if is_piece(x) else x, group, is_leaf=is_piece)
+    return group
+
+
+# ---------------------------------------------------------------- values for leaves
+def abstract(groups: Groups) -> Any:
+    """The whole tree with meta tensors for leaves: shapes and dtypes without values, and without communication."""
+    skeleton = groups.skeleton
+    usable = {
+        name: tree_unflatten(spec, [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in leaves])
+        for name, spec, leaves in zip(groups.names, skeleton.specs, skeleton.leaves, strict=True)
+    }
+    return join(skeleton, usable)
+
+
+def by_group(groups: Groups, tree: Any) -> dict[str, list]:
+    """For each group the values that a plain tree of the whole's structure has for its leaves, in order.
+
+    >>> groups = cut({"blocks": [{"w": torch.ones(1)}], "b": torch.ones(1)}, chooser("blocks/*"))
+    >>> by_group(groups, {"blocks": [{"w": 1}], "b": 2})
+    {'root': [2], 'blocks/0': [1]}
+    """
+    parts = groups.skeleton.spec.flatten_up_to(tree)
+    found: dict[str, Any] = {ROOT: {}}
+    for (name, path), part in zip(groups.skeleton.slots, parts, strict=True):
+        if path is None:
+            found[name] = part
+        else:
+            found[ROOT][path] = part
+    return {name: spec.flatten_up_to(found[name]) for name, spec in zip(groups.names, groups.skeleton.specs, strict=True)}
