@@ -120,7 +120,7 @@ def from_groups(groups: Mapping[str, ProcessGroup | None]) -> Mesh:
     for name, ranks in members.items():
         for rank in ranks - {dist.get_rank()}:
             if rank in seen:
-                raise ValueError(f"the groups of axes {seen[rank]!r} and {name!r} share rank {rank}: they cannot be axes of one mesh")
+                raise ValueError(f"the groups of axes {seen[rank]!r} and {name!r} share rank {rank}: not axes of one mesh")
             seen[rank] = name
     return Mesh(axes, group_device())
 
