@@ -6,6 +6,7 @@ When the caller goes, even by SIGKILL, its socket to the zygote closes, and the 
 
 import atexit
 import contextlib
+import copyreg
 import datetime
 import functools
 import json
@@ -28,6 +29,11 @@ import torch.distributed as dist
 
 from fspeed.shard.mesh import Mesh
 from fspeed.shard.mesh import mesh as make_mesh
+
+
+# functions that travel by value may name torch.ops, whose modules have types of their own
+copyreg.pickle(type(torch.ops), lambda ops: (getattr, (torch, "ops")))  # type: ignore[arg-type]
+copyreg.pickle(type(torch.ops.aten), lambda ops: (getattr, (torch.ops, ops.name)))  # type: ignore[arg-type]
 
 
 class RankError(RuntimeError):
