@@ -110,57 +110,6 @@ def see(views: tuple[View, ...], name: str, stored: Any) -> Any:
     return thaw(replace_live(seen.pop(), outs))
 
 
-def through(self, *views: View) -> "Opened":
-        return replace(self, views=(*self.views, *views))
-
-    def wrapped(self, wrap: Callable[[Callable, At], Callable]) -> "Opened":
-        return replace(self, around=lambda fn, at: self.around(wrap(fn, at), at))
-
-    def scaled(self, factor: Any) -> "Opened":
-        return replace(self, seed=factor if self.seed is None else self.seed * factor)
-
-    def key(self, state: Any, rows: Tensor) -> Key | None:
-        return Key(fold_in(state.key, state.step), rows) if self.random else None
-
-    def opener(self, state: Any, key: Key | None) -> Callable:
-        index = {n: i for i, n in enumerate(n for n in state.params.names if n != ROOT)}
-
-        def open(fn: Callable, names: Any) -> Callable:
-            i = index[names[0] if isinstance(names, tuple) else names]
-            own = None if key is None else functools.partial(fold_in, key.data, -1 - i)
-            return self.around(Opening(fn, names, self.views), At(names, i, len(index), state.step, own))
-
-        return open
-
-    def __call__(self, state: Any, batch: Any) -> dict[str, Any]:
-        """The metrics of a batch: {"loss": Loss, ...}."""
-        key = self.key(state, batch.rows)
-        open = self.opener(state, key)
-        usable = {n: see(self.views, n, g) if n == ROOT else Handle(n, g, open) for n, g in state.params.items()}
-        params = join(state.params.skeleton, usable)
-        buffers = () if state.buffers is None else (state.buffers,)
-        return as_metrics(self.loss(params, self.prepare(batch.data), key, *buffers), batch.rows)
-
-
-# ---------------------------------------------------------------- views
-def see(views: tuple[View, ...], name: str, stored: Any) -> Any:
-    """A stored group as a loss sees it: through all views, the gradient's way home being the views' own."""
-    if not views:
-        return thaw(stored)
-    if in_torch_func():
-        return thaw(through(views, name, stored)[0])
-    form = live_form(stored)
-    box: dict[str, Any] = {}
-
-    def run(*xs: Tensor):
-        usable, pull = through(views, name, replace_live(stored, xs))
-        back, box["usable"] = live_form(usable), usable
-        return live(usable), lambda cotangents: live(pull(back(cotangents)))
-
-    outs = _See.apply(run, *live(stored))
-    return thaw(replace_live(box["usable"], outs)) if form else None
-
-
 def through(views: tuple[View, ...], name: str, stored: Any) -> tuple[Any, Callable[[Any], Any]]:
     """All views of a group as one."""
     pulls = []

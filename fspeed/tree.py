@@ -199,7 +199,7 @@ def _made(group: Group, prefix: str, trainable: Callable[[str], bool]) -> tuple[
     info = []
     for i, (leaf, key) in enumerate(zip(leaves, tree_paths(group), strict=True)):
         path = "/".join(k for k in (prefix, key) if k)
-        x = leaf.fn(*leaf.args) if isinstance(leaf, Lazy) else leaf
+        x = leaf.fn(*leaf.args) if isinstance(leaf, Lazy) else copied(leaf)
         if not isinstance(x, Tensor):
             raise ValueError(f"params leaf {path!r} is a {type(x).__name__}; every leaf must be a torch.Tensor (or fs.lazy)")
         at = seen.setdefault(id(leaf), i)
@@ -207,6 +207,11 @@ def _made(group: Group, prefix: str, trainable: Callable[[str], bool]) -> tuple[
         info.append(Leaf(path, tuple(x.shape), x.dtype, frozen))
         out.append(Tied(at) if at < i else Frozen(x) if frozen else x)
     return tree_unflatten(spec, out), tuple(info)
+
+
+def copied(x: Any) -> Any:
+    """A state's own copy of what it is given; it does not go on tracking an `nn.Parameter`."""
+    return x if not isinstance(x, Tensor) else (x.detach() if isinstance(x, torch.nn.Parameter) else x).clone()
 
 
 def _refuse_ties(groups: Mapping[str, Group]) -> None:

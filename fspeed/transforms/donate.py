@@ -47,7 +47,7 @@ def donate(step: Step) -> Step:
 
         return run
 
-        return outside(step, unused, update=update, own=lambda tree: tree)
+    return outside(step, unused, update=update, own=lambda tree: tree)
 
 
 def unused(inner: Grads) -> Grads:
