@@ -75,13 +75,14 @@ def remat(fn: Callable, *, save: Callable[[Any], bool] | None = None, name: Any 
                 full[i] = x
             args, kwargs = tree_unflatten(spec, full)
             outs, box["spec"] = tree_flatten(fn(*args, **kwargs))
-            return tuple(outs)
+            box["outs"] = [None if isinstance(o, Tensor) else o for o in outs]
+            return tuple(o for o in outs if isinstance(o, Tensor))
 
         tensors = [leaves[i] for i in at]
         for i in at:
             leaves[i] = None
-        outs = _Remat.apply(flat, Saved(save) if save else None, name, *tensors)
-        return tree_unflatten(box["spec"], outs)
+        outs = iter(_Remat.apply(flat, Saved(save) if save else None, name, *tensors))
+        return tree_unflatten(box["spec"], [next(outs) if o is None else o for o in box["outs"]])
 
     return run
 
