@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -36,8 +35,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-
-
-def pytest_sessionfinish() -> None:
-    if pool := sys.modules.get("fspeed.testing.pool"):
-        pool.close()

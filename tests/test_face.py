@@ -1,6 +1,7 @@
 """The face is small, every name on it teaches by an example that runs, and so does every docstring of every module.
 
-An example stands alone: beside `torch` and `fs` it finds only what it imports itself, so a reader can paste it.
+An example on the face sees `torch`, `fs`, the names of the face and what it imports: a reader can paste it. Any other example sees
+the names of its own module too.
 """
 
 import ast
@@ -30,7 +31,7 @@ def face() -> list[str]:
 
 
 def modules() -> list[object]:
-    found = ["fspeed", *(m.name for m in pkgutil.walk_packages(fspeed.__path__, "fspeed."))]
+    found = ["fspeed", *(m.name for m in pkgutil.walk_packages(fspeed.__path__, "fspeed.") if not m.name.endswith("__main__"))]
     return [pytest.param(name, marks=pytest.mark.jax if IMPORTS_JAX.search(source(name).read_text()) else ()) for name in found]
 
 
@@ -40,9 +41,9 @@ def source(module: str) -> Path:
     return Path(spec.origin)
 
 
-def examples(thing: object, name: str) -> list[doctest.DocTest]:
-    found = doctest.DocTestFinder(recurse=inspect.ismodule(thing)).find(thing, name, globs={"torch": torch, "fs": fspeed})
-    return [test for test in found if test.examples]
+def examples(thing: object, name: str, seen: dict[str, object]) -> list[doctest.DocTest]:
+    finder = doctest.DocTestFinder(recurse=name.startswith("fspeed"))  # a module that is on the face: its own docstring alone
+    return [test for test in finder.find(thing, name, globs={"torch": torch, "fs": fspeed, **seen}) if test.examples]
 
 
 def run(tests: list[doctest.DocTest]) -> None:
@@ -59,10 +60,7 @@ def test_the_face_is_small() -> None:
 
 @pytest.mark.parametrize("name", face())
 def test_a_name_on_the_face_teaches_by_example(name: str) -> None:
-    thing = getattr(fspeed, name)
-    tests = examples(thing, name)
-    if inspect.ismodule(thing):
-        tests = [test for test in tests if test.name == name]
+    tests = examples(getattr(fspeed, name), name, {name: getattr(fspeed, name) for name in face()})
     assert tests, f"fspeed.{name} has no `>>>` example in its docstring"
     run(tests)
 
@@ -75,7 +73,7 @@ def test_the_examples_of_a_module_run(name: str) -> None:
         if error.name not in OPTIONAL:
             raise
         pytest.skip(f"needs {error.name}")
-    run(examples(module, name))
+    run(examples(module, name, vars(module)))
 
 
 def test_no_module_is_there_twice() -> None:

@@ -20,6 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+TOOLS = {re.split(r"[^\w-]", requirement)[0] for extra in EXTRAS.values() for requirement in extra}  # an extra may bring them
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -63,7 +64,7 @@ def missing(words: list[str]) -> list[str]:
     programs = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     files = [word for word in words if re.fullmatch(r"[\w./-]+\.(py|txt|sh|toml)|(\./)?\.ci/run", word)]
     absent = [file for file in files if not (ROOT / file).exists()]
-    if words[0] not in files and not shutil.which(words[0], path=programs):
+    if words[0] not in files and words[0] not in TOOLS and not shutil.which(words[0], path=programs):
         absent.append(words[0])
     if words[:2] == ["python", "-m"] and not find_spec(words[2]):
         absent.append(f"module {words[2]}")
