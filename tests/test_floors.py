@@ -112,7 +112,7 @@ def of_anybody(module: list[str], target: list[str], level: int) -> str:
 def only_a_module(name: str) -> bool:
     """Whether fspeed.<name> is a module, and the face has nothing else under that name."""
     face = ast.parse((ROOT / "fspeed/__init__.py").read_text())
-    froms = [node for node in face.body if isinstance(node, ast.ImportFrom) and node.module]
+    froms = [node for node in face.body if isinstance(node, ast.ImportFrom) and node.module not in (None, "fspeed")]
     defined = {alias.asname or alias.name for node in froms for alias in node.names}
     here = ROOT / "fspeed" / name
     return name not in defined and (here.with_suffix(".py").exists() or here.is_dir())
