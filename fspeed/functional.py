@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fspeed import random
-from fspeed.grad import in_torch_func
 from fspeed.layer import layer, lookup
 from fspeed.tree import chooser
 
@@ -82,9 +81,10 @@ def called(module: nn.Module, params: dict, buffers: dict, key: Any, args: tuple
     """A hollow module's output, and the buffers that it wrote."""
     module.train(key is not None)
     own = {n: b.clone() for n, b in buffers.items()}
-    with Drawn(key):
+    with Drawn(key) as drawn:
         out = torch.func.functional_call(module, {**params, **own}, args, kwargs)
-    return out, {n: b for n, b in own.items() if in_torch_func() or b._version > 0}
+    training = key is not None
+    return out, {n: b for n, b in own.items() if b._version > 0 or (training and any(b is x for x in drawn.written))}
 
 
 def hollow(module: nn.Module) -> nn.Module:
@@ -155,11 +155,11 @@ RANDOM = {
 
 
 class Drawn(TorchFunctionMode):
-    """Dropout by key in place of dropout by torch's generator, and no other randomness."""
+    """Dropout by key in place of dropout by torch's generator, and no other randomness; notes what norms write."""
 
     def __init__(self, key: Any):
         super().__init__()
-        self.key, self.draws = key, 0
+        self.key, self.draws, self.written = key, 0, []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -167,9 +167,17 @@ class Drawn(TorchFunctionMode):
             return self.dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or (len(args) > 4 and args[4])):
             raise self.error("dropout inside scaled_dot_product_attention; set its dropout_p to 0")
+        if func in (F.batch_norm, F.instance_norm):
+            return self.normalized(func, *args, **kwargs)
         if func in RANDOM:
             raise self.error(f"{getattr(func, '__name__', func)}; take a key as an argument and use fs.random")
         return func(*args, **kwargs)
+
+    def normalized(self, norm, input, running_mean=None, running_var=None, weight=None, bias=None, *args, **kwargs):
+        """F.batch_norm or F.instance_norm, with scale and shift in the dtype of the statistics; it writes without saying so."""
+        like = lambda x: x if x is None or running_mean is None else x.to(running_mean.dtype)
+        self.written += [running_mean, running_var]
+        return norm(input, running_mean, running_var, like(weight), like(bias), *args, **kwargs)
 
     def dropout(self, input, p=0.5, training=True, inplace=False, train=None):
         if self.key is None or not (training if train is None else train) or p == 0:
