@@ -26,6 +26,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def in_jvp() -> bool:
+    """Whether forward-mode derivatives are being taken."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
+
+
 def watched(*trees: Any) -> bool:
     """Whether somebody outside differentiates or batches what is done to the trees."""
     return in_torch_func() or (torch.is_grad_enabled() and any(requires_grad(x) for tree in trees for x in tree_leaves(tree)))
@@ -89,11 +95,13 @@ def _vjp_watched(f, tree):
 
 
 def closed_over(fn: Any, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a function holds by name, other than its arguments: in its closure, its defaults, or bound by partial."""
+    """The tensors that a function holds by name, other than its arguments: in its closure, its
+    globals, its defaults, or bound by partial."""
     if isinstance(fn, functools.partial):
         held = {**{f"argument {i}": a for i, a in enumerate(fn.args)}, **fn.keywords, "func": fn.func}
     elif hasattr(fn, "__code__"):
         held = dict(zip(fn.__code__.co_freevars, map(_content, fn.__closure__ or ()), strict=True))
+        held.update({n: fn.__globals__[n] for n in fn.__code__.co_names if isinstance(fn.__globals__.get(n), Tensor)})
         held.update({f"default {i}": d for i, d in enumerate(fn.__defaults__ or ())}, **(fn.__kwdefaults__ or {}))
     else:
         held = {}

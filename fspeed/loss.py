@@ -4,7 +4,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fspeed.shard.pytree import tree_map
+from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_structure
+
+BUFFERS = "buffers"
 
 
 class Loss(NamedTuple):
@@ -50,17 +52,32 @@ def mean(values: Tensor, mask: Tensor | None = None) -> Loss:
     return Loss(torch.where(mask == 0, 0, values * mask).sum(), mask.sum())
 
 
-def as_metrics(out: Any, rows: Tensor) -> dict[str, Any]:
-    """What a loss returned, as {"loss": Loss, name: Loss, ...} and, if it returned buffers, {"buffers": tree of Loss}.
+def as_metrics(out: Any, rows: Tensor, buffers: Any = None) -> dict[str, Any]:
+    """What a loss returned, as {"loss": Loss, name: Loss, ...}; new buffers as {"buffers": {place among the leaves: Loss}}.
 
     A bare scalar counts as the mean over its rows, a new buffer as the mean over the parts of the batch, weighted by rows.
     """
-    loss, more, buffers = _parts(out)
+    loss, more, new = _parts(out)
     count = torch.full((), len(rows), dtype=torch.float32, device=rows.device)
     found = {name: _as_loss(name, x, count) for name, x in {"loss": loss, **more}.items()}
-    if buffers is not None:
-        found["buffers"] = tree_map(lambda b: Loss(b.detach().to(torch.float64) * len(rows), count.to(torch.float64)), buffers)
-    return found
+    if buffers is None:
+        return found
+    if tree_structure(new) != tree_structure(buffers):
+        raise TypeError(
+            "a loss that is given buffers must return (loss, {name: fs.Loss}, buffers) with buffers of the same structure; "
+            f"got {tree_structure(new)}, expected {tree_structure(buffers)}"
+        )
+    count = count.to(torch.float64)
+    changed = enumerate(zip(tree_leaves(new), tree_leaves(buffers), strict=True))
+    return {**found, BUFFERS: {i: Loss(b.detach().to(torch.float64) * len(rows), count) for i, (b, old) in changed if b is not old}}
+
+
+def new_buffers(buffers: Any, metrics: dict[str, Any]) -> Any:
+    """Buffers with those that were written replaced by their mean over all parts of the batch; taken out of the metrics."""
+    leaves, spec = tree_flatten(buffers)
+    for i, mean in metrics.pop(BUFFERS, {}).items():
+        leaves[i] = mean.value().to(leaves[i].dtype)
+    return spec.unflatten(leaves)
 
 
 def _parts(out: Any) -> tuple[Any, dict, Any]:

@@ -88,7 +88,7 @@ class Opened:
         usable = {n: see(self.views, n, g) if n == ROOT else Handle(n, g, open) for n, g in state.params.items()}
         params = join(state.params.skeleton, usable)
         buffers = () if state.buffers is None else (state.buffers,)
-        return as_metrics(self.loss(params, self.prepare(batch.data), key, *buffers), batch.rows)
+        return as_metrics(self.loss(params, self.prepare(batch.data), key, *buffers), batch.rows, state.buffers)
 
 
 # ---------------------------------------------------------------- views

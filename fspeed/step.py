@@ -14,11 +14,11 @@ from torch import Tensor
 
 from fspeed import random
 from fspeed.grad import closed_over, vjp, watched
-from fspeed.loss import Loss
+from fspeed.loss import BUFFERS, new_buffers
 from fspeed.opened import At, Opened, View, through
 from fspeed.shard.collectives import all_gather, psum
 from fspeed.shard.mesh import Axis
-from fspeed.shard.piece import Absent, live, live_form, only_live, replace_live
+from fspeed.shard.piece import Absent, only_live, replace_live
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_paths
 from fspeed.tree import Groups, Place, chooser, cut, whole
 
@@ -127,10 +127,8 @@ class Step:
     def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
         """One step: (state, batch) -> (state, metrics). The inputs are left as they were."""
         metrics, grads = self.value_and_grad(state, batch)
-        buffers = metrics.pop("buffers", None)
+        buffers = new_buffers(state.buffers, metrics)
         new, more = self.update(self.apply)(grads, state)
-        if buffers is not None:
-            buffers = tree_map(lambda old, new: new.value().to(old.dtype), state.buffers, buffers)
         return new._replace(step=state.step + 1, buffers=buffers), {**values(metrics), **more}
 
     def value_and_grad(self, state: State, batch: Any) -> tuple[Metrics, Any]:
@@ -152,8 +150,7 @@ class Step:
         Cost: a forward pass; it gathers and sums over ranks what a step's forward does.
         """
         metrics, _ = self._run(Opened(self.loss, self.reduce, random=False), value_only, state, batch)
-        metrics.pop("buffers", None)
-        return values(metrics)
+        return values({name: m for name, m in metrics.items() if name != BUFFERS})
 
     def params(self, state: State) -> Any:
         """The plain parameter tree, whole on every rank; call it on all of them."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fspeed.grad import closed_over, in_torch_func, requires_grad, vjp
+from fspeed.grad import closed_over, in_jvp, in_torch_func, requires_grad, vjp
 from fspeed.opened import At
 from fspeed.shard.pytree import tree_flatten, tree_unflatten
 from fspeed.step import Step, around
@@ -64,6 +64,8 @@ def remat(fn: Callable, *, save: Callable[[Any], bool] | None = None, name: Any 
     tensor(0.)
     """
     def run(*args, **kwargs):
+        if in_jvp():
+            return fn(*args, **kwargs)      # forward mode keeps nothing that could be computed again
         refuse_closures(fn, name)
         leaves, spec = tree_flatten((args, kwargs))
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -75,13 +77,14 @@ def remat(fn: Callable, *, save: Callable[[Any], bool] | None = None, name: Any 
                 full[i] = x
             args, kwargs = tree_unflatten(spec, full)
             outs, box["spec"] = tree_flatten(fn(*args, **kwargs))
-            return tuple(outs)
+            box["outs"] = [None if isinstance(o, Tensor) else o for o in outs]
+            return tuple(o for o in outs if isinstance(o, Tensor))
 
         tensors = [leaves[i] for i in at]
         for i in at:
             leaves[i] = None
-        outs = _Remat.apply(flat, Saved(save) if save else None, name, *tensors)
-        return tree_unflatten(box["spec"], outs)
+        outs = iter(_Remat.apply(flat, Saved(save) if save else None, name, *tensors))
+        return tree_unflatten(box["spec"], [next(outs) if o is None else o for o in box["outs"]])
 
     return run
 
@@ -98,13 +101,12 @@ class _Remat(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         ctx.flat, ctx.saved, ctx.name, *tensors = inputs
         ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
         ctx.mark_non_differentiable(*[o for o in output if not real(o)])
 
     @staticmethod
     def backward(ctx, *cotangents):
         tensors = [dead(x) for x in ctx.saved_tensors]
-        at = [i for i, x in enumerate(tensors) if real(x)]
+        at = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
         flat = ctx.flat if ctx.saved is None else ctx.saved.replaying(ctx.flat)
 
         def f(xs):
@@ -115,13 +117,6 @@ class _Remat(torch.autograd.Function):
         _, pull, _ = vjp(f, [tensors[i] for i in at])
         grads = pull([c for c in cotangents if c is not None and real(c)])
         return None, None, None, *_put([None] * len(tensors), at, grads)
-
-    @staticmethod
-    def jvp(ctx, _flat, _saved, _name, *tangents):
-        tensors = [dead(x) for x in ctx.saved_tensors]
-        at = [i for i, t in enumerate(tangents) if t is not None]
-        f = lambda *xs: ctx.flat(*_put(tensors, at, xs))
-        return torch.func.jvp(f, tuple(tensors[i] for i in at), tuple(tangents[i] for i in at))[1]
 
 
 def _put(into: list, at: list[int], values) -> list:

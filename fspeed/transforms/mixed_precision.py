@@ -10,7 +10,7 @@ from fspeed.opened import Opened
 from fspeed.shard.piece import at_least_float32, live, replace_live
 from fspeed.shard.pytree import tree_flatten, tree_map, tree_unflatten
 from fspeed.step import Batch, Grads, State, Step, Update, on_loss, outside, placed
-from fspeed.transforms.skip_nonfinite import guarded
+from fspeed.transforms._guard import guarded
 
 EXTRA = "loss_scale"
 

@@ -1,0 +1,42 @@
+"""python -m benchmarks NAME [--quick]: one claim, fspeed and its peers interleaved in one run.
+
+Prints a table and, as its last line, JSON {"bench": NAME, "ratios": {...}}: fspeed over peer, smaller is better.
+"""
+import argparse
+import importlib
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+NAMES = {
+    "overhead": "one process, eager: against the same loop written by hand",
+    "zero": "two ranks over gloo: against DDP, ZeroRedundancyOptimizer and FSDP2",
+}
+
+
+def main() -> None:
+    about = "\n".join(f"  {name:10} {what}" for name, what in NAMES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=f"{__doc__}\n{about}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=NAMES, metavar="NAME", help="which claim: " + ", ".join(NAMES))
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: ends within two minutes")
+    args = parser.parse_args()
+
+    rows, ratios = importlib.import_module(f"benchmarks.{args.name}").run(args.quick)
+    console = Console(width=100)
+    table = Table(title=f"{args.name}: {NAMES[args.name]}")
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for row in rows:
+        table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
+    console.print(table)
+    console.print("ratios: fspeed over peer, smaller is better")
+    for key, value in ratios.items():
+        console.print(f"  {key:24} {value:.3f}")
+    print(json.dumps({"bench": args.name, "ratios": {k: round(v, 4) for k, v in ratios.items()}}))
+
+
+if __name__ == "__main__":
+    main()
