@@ -1,0 +1,169 @@
+"""Adam and its kin: updates by moving averages of gradients and of their squares."""
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, increment, new_count
+from fspeed.optim.combine import chain
+from fspeed.optim.decay import add_decayed_weights, decay_now
+from fspeed.optim.fused import fixed, in_one_pass, lists, rate_for, rows
+from fspeed.optim.leaves import spread
+from fspeed.optim.masking import Mask
+from fspeed.optim.moments import bias_correction, cast_like, update_moment, update_second_moment, wide, zeros
+from fspeed.optim.scale import rate_now, scale_by_learning_rate
+from fspeed.shard.pytree import tree_map
+
+
+class ScaleByAdamState(NamedTuple):
+    """The number of updates (int32), and the moving averages of gradients and of their squares."""
+    count: Tensor       # type: ignore[assignment]
+    mu: Any
+    nu: Any
+
+
+def scale_by_adam(
+    b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, eps_root: Number = 0.0, mu_dtype: torch.dtype | None = None,
+    *, nesterov: bool = False,
+) -> GradientTransformation:
+    """Divide the mean of gradients by the root of the mean of their squares.
+
+        mu = b1 mu + (1 - b1) g
+        nu = b2 nu + (1 - b2) |g|^2
+        u = mu / (1 - b1^t) / (sqrt(nu / (1 - b2^t) + eps_root) + eps)
+
+    Args:
+        b1, b2: how slowly the means forget.
+        eps, eps_root: what is added to the root, outside and inside.
+        mu_dtype: what mu is kept in; by default as the parameters.
+        nesterov: use b1 mu / (1 - b1^(t+1)) + (1 - b1) g / (1 - b1^t) in place of mu / (1 - b1^t).
+
+    Cost: two numbers kept for each parameter.
+
+    Source: Kingma and Ba, arXiv 1412.6980.
+
+    >>> opt = scale_by_adam()
+    >>> opt.update(torch.tensor([2., -.1]), opt.init(torch.zeros(2)))[0]
+    tensor([ 1., -1.])
+    """
+    def init(params: Any) -> ScaleByAdamState:
+        return ScaleByAdamState(new_count(params), zeros(params, mu_dtype), zeros(params))
+
+    def update(updates: Any, state: ScaleByAdamState, params: Any = None) -> tuple[Any, ScaleByAdamState]:
+        mu = update_moment(updates, state.mu, b1)
+        nu = update_second_moment(updates, state.nu, b2)
+        count = increment(state.count)
+        if nesterov:
+            ahead = bias_correction(mu, b1, increment(count))
+            mu_hat = tree_map(lambda m, g: b1 * m + (1 - b1) * g, ahead, bias_correction(tree_map(wide, updates), b1, count))
+        else:
+            mu_hat = bias_correction(mu, b1, count)
+        nu_hat = bias_correction(nu, b2, count)
+        scaled = tree_map(lambda g, m, v: (m / ((v + eps_root).sqrt() + eps)).to(g.dtype), updates, mu_hat, nu_hat)
+        return scaled, ScaleByAdamState(count, cast_like(mu, state.mu), cast_like(nu, state.nu))
+
+    return GradientTransformation(init, update)
+
+
+def adam(
+    learning_rate: NumberOrSchedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, eps_root: Number = 0.0,
+    mu_dtype: torch.dtype | None = None, *, nesterov: bool = False,
+) -> GradientTransformation:
+    """Adam.
+
+        p - learning_rate mu_hat / (sqrt(nu_hat) + eps),    mu_hat and nu_hat as in `scale_by_adam`
+
+    Args:
+        learning_rate: a number or a schedule.
+        b1, b2, eps, eps_root, mu_dtype, nesterov: as for `scale_by_adam`.
+
+    Returns:
+        A transformation; with `eps_root=0`, `nesterov=False` and `mu_dtype=None` it steps in one pass.
+
+    Cost: two numbers kept for each parameter; in one pass it reads four and writes three.
+
+    Source: Kingma and Ba, arXiv 1412.6980.
+
+    >>> opt = adam(.1)
+    >>> params = torch.tensor([1., 1.])
+    >>> opt.apply(torch.tensor([2., -.1]), opt.init(params), params)[0]
+    tensor([0.9000, 1.1000])
+    """
+    plain = chain(scale_by_adam(b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov), scale_by_learning_rate(learning_rate))
+
+    def fused(grads: Any, state: tuple, params: Any) -> tuple[Any, tuple] | None:
+        lr, rate = rate_now(learning_rate, state[1])
+        moved = _fused(grads, state[0], params, lr, b1, b2, eps, 0.0, None)
+        return moved and (params, (moved, rate))
+
+    return in_one_pass(plain, fused) if _fusable(b1, b2, eps, eps_root, mu_dtype, nesterov) else plain
+
+
+def adamw(
+    learning_rate: NumberOrSchedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, eps_root: Number = 0.0,
+    mu_dtype: torch.dtype | None = None, weight_decay: NumberOrSchedule = 1e-4, mask: Mask | None = None,
+    *, nesterov: bool = False,
+) -> GradientTransformation:
+    """Adam with weight decay that goes round the moments.
+
+        p - learning_rate (mu_hat / (sqrt(nu_hat) + eps) + weight_decay p),    mu_hat and nu_hat as in `scale_by_adam`
+
+    Args:
+        learning_rate: a number or a schedule.
+        b1, b2, eps, eps_root, mu_dtype, nesterov: as for `scale_by_adam`.
+        weight_decay, mask: as for `add_decayed_weights`.
+
+    Returns:
+        A transformation; with `eps_root=0`, `nesterov=False` and `mu_dtype=None` it steps in one pass.
+
+    Cost: two numbers kept for each parameter; in one pass it reads four and writes three.
+
+    Source: Loshchilov and Hutter, arXiv 1711.05101.
+
+    >>> opt = adamw(.1, weight_decay=.5)
+    >>> params = torch.tensor([1., 1.])
+    >>> opt.apply(torch.tensor([2., -.1]), opt.init(params), params)[0]
+    tensor([0.8500, 1.0500])
+    """
+    plain = chain(
+        scale_by_adam(b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov), add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+    def fused(grads: Any, state: tuple, params: Any) -> tuple[Any, tuple] | None:
+        lr, rate = rate_now(learning_rate, state[2])
+        wd, decay = decay_now(weight_decay, state[1])
+        moved = _fused(grads, state[0], params, lr, b1, b2, eps, wd, mask)
+        return moved and (params, (moved, decay, rate))
+
+    return in_one_pass(plain, fused) if _fusable(b1, b2, eps, eps_root, mu_dtype, nesterov) else plain
+
+
+def _fusable(b1: Any, b2: Any, eps: Any, eps_root: Any, mu_dtype: Any, nesterov: bool) -> bool:
+    return fixed(b1, b2, eps, eps_root) and eps_root == 0 and mu_dtype is None and not nesterov
+
+
+def _fused(
+    grads: Any, state: ScaleByAdamState, params: Any, lr: Any, b1: Any, b2: Any, eps: Any, wd: Any, mask: Mask | None,
+) -> ScaleByAdamState | None:
+    """Write over params and moments; None, and nothing is written, where torch's kernel does not fit."""
+    flags = None if mask is None else spread(mask, params)
+    found = rows(lambda leaf: True if flags is None else flags[leaf.number], params, grads, state.mu, state.nu)
+    if found is None or not fixed(wd):
+        return None
+    count = increment(state.count)
+    for decays, (ps, gs, mus, nus) in lists(found):
+        rate = rate_for(lr, ps[0].device)
+        if rate is None:
+            return None
+        steps = [count.to(ps[0].device, torch.float32)] * len(ps)
+        torch._fused_adamw_(
+            ps, gs, mus, nus, [], steps, lr=rate, beta1=b1, beta2=b2, weight_decay=wd if decays else 0.0, eps=eps,
+            amsgrad=False, maximize=False,
+        )
+    return ScaleByAdamState(count, state.mu, state.nu)
+
+
+nadam = partial(adam, nesterov=True)
+nadamw = partial(adamw, nesterov=True)

@@ -1,0 +1,71 @@
+"""Steps in one pass: torch's fused kernels on the leaves of a tree, or on the stretches of flat buffers that are treated alike."""
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspeed.grad import requires_grad
+from fspeed.optim.base import GradientTransformation
+from fspeed.optim.leaves import pieces
+from fspeed.optim.updates import apply_updates
+
+Row = tuple[Tensor, ...]        # elements that lie alike in memory: of parameters, gradients and moments
+
+
+def in_one_pass(plain: GradientTransformation, fused: Callable[[Any, Any, Any], tuple[Any, Any] | None]) -> GradientTransformation:
+    """A transformation that has `apply`: fused(grads, state, params), or the plain way where that does nothing and returns None."""
+    def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        with torch.no_grad():
+            done = fused(grads, state, params)
+        if done is not None:
+            return done
+        updates, state = plain.update(grads, state, params)
+        return apply_updates(params, updates), state
+
+    return plain._replace(apply=apply)
+
+
+def fixed(*hypers: Any) -> bool:
+    """Whether all hyperparameters are python's numbers: known without asking a device."""
+    return all(isinstance(h, (int, float)) for h in hypers)
+
+
+def rows(value: Callable[[Any], Any], params: Any, grads: Any, *moments: Any) -> list[tuple[Any, Row]] | None:
+    """(value, row) for all stretches of elements that are treated alike; None if a fused kernel cannot take one of them."""
+    found = []
+    for v, (p, g, *rest) in pieces(value, params, grads, *moments):
+        if not takes(p, *rest) or torch.promote_types(p.dtype, g.dtype) != p.dtype:
+            return None
+        if p.numel():
+            found.append((v, (p, laid_like(g, p), *rest)))
+    return found
+
+
+def takes(p: Tensor, *moments: Tensor) -> bool:
+    """Whether a parameter and its moments are of one floating dtype and lie in memory alike, without gaps."""
+    alike = all(m.dtype == p.dtype and m.stride() == p.stride() and m.device == p.device for m in moments)
+    return alike and p.is_floating_point() and (p.is_contiguous() or torch.empty_like(p, device="meta").stride() == p.stride())
+
+
+def laid_like(g: Tensor, p: Tensor) -> Tensor:
+    """A gradient in its parameter's dtype and strides: itself, or a copy."""
+    return g if g.dtype == p.dtype and g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+
+
+def lists(found: list[tuple[Any, Row]]) -> Iterator[tuple[Any, list[list[Tensor]]]]:
+    """The rows as lists, for each value, dtype and device: what one call of a kernel takes."""
+    kinds: dict[Any, list[Row]] = {}
+    for v, row in found:
+        kinds.setdefault((v, row[0].dtype, row[0].device), []).append(row)
+    for (v, *_), same in kinds.items():
+        yield v, [list(column) for column in zip(*same, strict=True)]
+
+
+def rate_for(learning_rate: Any, device: torch.device) -> Any:
+    """A learning rate as a fused kernel takes it, on its device and without waiting for one; None if it is differentiated."""
+    if not isinstance(learning_rate, Tensor):
+        return float(learning_rate)
+    if requires_grad(learning_rate):
+        return None
+    return learning_rate if learning_rate.device.type == "cpu" else learning_rate.to(device, torch.float32)

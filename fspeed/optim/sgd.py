@@ -1,0 +1,89 @@
+"""Gradient descent, and momentum."""
+from typing import Any, NamedTuple
+
+import torch
+
+from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, identity
+from fspeed.optim.combine import chain
+from fspeed.optim.fused import fixed, in_one_pass, lists, rate_for, rows
+from fspeed.optim.moments import cast_like, wide, zeros
+from fspeed.optim.scale import rate_now, scale_by_learning_rate
+from fspeed.shard.pytree import tree_map
+
+
+class TraceState(NamedTuple):
+    """The decaying sum of updates."""
+    trace: Any
+
+
+def trace(decay: Number, nesterov: bool = False, accumulator_dtype: torch.dtype | None = None) -> GradientTransformation:
+    """Momentum: the decaying sum of updates.
+
+        t = u + decay t;    nesterov: u + decay t in place of t
+
+    Args:
+        decay: how much of the sum stays.
+        nesterov: look one step ahead.
+        accumulator_dtype: what the sum is kept in; by default as the parameters.
+
+    Cost: one number kept for each parameter.
+
+    Source: Sutskever et al., proceedings.mlr.press/v28/sutskever13.
+
+    >>> opt = trace(.5)
+    >>> updates, state = opt.update(torch.tensor(1.), opt.init(torch.tensor(0.)))
+    >>> opt.update(torch.tensor(1.), state)
+    (tensor(1.5000), TraceState(trace=tensor(1.5000)))
+    """
+    def update(updates: Any, state: TraceState, params: Any = None) -> tuple[Any, TraceState]:
+        more = lambda u, t: wide(u) + decay * wide(t)
+        new = tree_map(more, updates, state.trace)
+        out = tree_map(more, updates, new) if nesterov else new
+        return cast_like(out, updates), TraceState(cast_like(new, state.trace))
+
+    return GradientTransformation(lambda params: TraceState(zeros(params, accumulator_dtype)), update)
+
+
+def sgd(
+    learning_rate: NumberOrSchedule, momentum: Number | None = None, nesterov: bool = False,
+    accumulator_dtype: torch.dtype | None = None,
+) -> GradientTransformation:
+    """Gradient descent, with momentum or without.
+
+        p - learning_rate g;    with momentum p - learning_rate t, t as in `trace`
+
+    Args:
+        learning_rate: a number or a schedule.
+        momentum: the decay of `trace`; None is no momentum, and nothing is kept.
+        nesterov, accumulator_dtype: as for `trace`.
+
+    Returns:
+        A transformation that steps in one pass, unless `accumulator_dtype` is given.
+
+    Cost: nothing kept, with momentum one number for each parameter.
+
+    >>> opt = sgd(.1)
+    >>> params = torch.tensor([1., 1.])
+    >>> opt.apply(torch.tensor([2., -.1]), opt.init(params), params)[0]
+    tensor([0.8000, 1.0100])
+    """
+    first = identity() if momentum is None else trace(momentum, nesterov, accumulator_dtype)
+    plain = chain(first, scale_by_learning_rate(learning_rate))
+    decay: Any = 0.0 if momentum is None else momentum
+
+    def fused(grads: Any, state: tuple, params: Any) -> tuple[Any, tuple] | None:
+        lr, rate = rate_now(learning_rate, state[1])
+        found = rows(lambda leaf: True, params, grads, *state[0])
+        if found is None:
+            return None
+        for _, (ps, gs, *traces) in lists(found):
+            by = rate_for(lr, ps[0].device)
+            if by is None:
+                return None
+            torch._fused_sgd_(
+                ps, gs, *traces or [[]], weight_decay=0.0, momentum=decay, lr=by, dampening=0.0, nesterov=nesterov,
+                maximize=False, is_first_step=False,
+            )
+        return params, (state[0], rate)
+
+    return in_one_pass(plain, fused) if accumulator_dtype is None and fixed(decay) else plain
