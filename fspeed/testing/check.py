@@ -5,7 +5,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from fspeed import optim, random
@@ -14,7 +13,7 @@ from fspeed.step import Step
 from fspeed.step import step as make_step
 from fspeed.testing.pool import mesh, ranks
 from fspeed.testing.problem import Problem, problem
-from fspeed.testing.stacks import PRECISIONS, TRANSFORMS, splits, stacked, stacks
+from fspeed.testing.stacks import PRECISIONS, splits, stacked, stacks
 from fspeed.tree import whole
 
 ROWS, STEPS = 7, 3

@@ -1,0 +1,153 @@
+"""Law 9: what a stack sends and holds is what its transforms promise, in every order; counted, not timed.
+
+Elements sent: by the calls of the collectives, as a dispatch mode sees them. Bytes held between steps: by storages. Gathered
+buffers alive at once: by their storages. Peaks: by the CPU allocator's events.
+"""
+import functools
+import itertools
+
+import pytest
+import torch
+
+import fspeed as fs
+from fspeed import optim
+from fspeed.shard.piece import ALIGN
+from fspeed.step import step as make_step
+from fspeed.testing import mesh, ranks
+from fspeed.testing.count import Counted, allocated_peak, stored_bytes
+from fspeed.testing.stacks import PLACEMENTS, stacked
+
+N, M, WIDTH, DEPTH, VOCAB = 2, 3, 32, 5, 50
+LAYER, ROOT = WIDTH * WIDTH + WIDTH, VOCAB * WIDTH
+LAYERS, P = DEPTH * LAYER, DEPTH * LAYER + ROOT
+assert LAYER % (N * ALIGN) == 0 and ROOT % (N * ALIGN) == 0         # so that there is no padding
+
+
+def tanh_step(optimizer):
+    @fs.layer
+    def block(p, x):
+        return torch.tanh(x @ p["w"] + p["b"])
+
+    def loss(params, tokens, key):
+        x = params["root"][tokens]
+        for p in params["blocks"]:
+            x = block(p, x)
+        return fs.mean((x @ params["root"].t()) ** 2)
+
+    params = {
+        "root": torch.randn(VOCAB, WIDTH), "blocks": [{"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(WIDTH)} for _ in range(DEPTH)]
+    }
+    return make_step(loss, optimizer, layers="blocks/*"), params
+
+
+def costs(stack):
+    """Elements sent, calls, gathered elements alive at once, elements held between steps."""
+    step, params = tanh_step(optim.adamw(1e-3))
+    step = stacked(step, stack, mesh(data=N))
+    state = step.init(params)
+    tokens = torch.arange(M)
+    state, _ = step(state, tokens)
+    with Counted(N) as counted:
+        state, _ = step(state, tokens)
+    return counted.total, dict(counted.calls), counted.gathered / 4, stored_bytes((state.params, state.opt_state)) / 4
+
+
+def peak(stack):
+    """The most elements alive at once in a step, beyond the state."""
+    step, params = tanh_step(optim.adamw(1e-3))
+    step = stacked(step, stack, mesh(data=N) if set(stack) & set(PLACEMENTS) else None)
+    tokens = torch.arange(M)
+    box = [step(step.init(params), tokens)[0]]
+    return allocated_peak(lambda: step(box.pop(), tokens)) / 4
+
+
+def orders(placement, others=("accumulate", "checkpoint", "bf16", "skip_nonfinite")):
+    for k in range(4):
+        for chosen in itertools.combinations(others, k):
+            yield from itertools.permutations((placement, *chosen))
+
+
+def sent(placement, microbatches):
+    whole = {
+        "data_parallel": 2 * P, "zero1": 2 * P, "zero2": (1 + microbatches) * P, "zero3": microbatches * (3 * LAYERS + 2 * ROOT)
+    }[placement]
+    return whole * (N - 1) // N
+
+
+@functools.cache
+def every_order(placement):
+    stacks = list(orders(placement))
+    return list(zip(stacks, ranks(N)(lambda: [costs(stack) for stack in stacks])[0], strict=True))
+
+
+@pytest.mark.parametrize("placement", ["data_parallel", "zero1", "zero2", "zero3"])
+def test_elements_sent_and_reductions_made_in_every_order(placement):
+    for stack, (total, calls, _, _) in every_order(placement):
+        m = M if "accumulate" in stack else 1
+        assert total == sent(placement, m), f"{stack} sent {total}, expected {sent(placement, m)}"
+        reductions = calls.get("all_reduce", 0) + calls.get("all_to_all_single", 0) + calls.get("reduce_scatter_tensor", 0)
+        assert reductions == (DEPTH + 1) * (m if placement in ("zero2", "zero3") else 1), f"{stack} made {calls}"
+
+
+@pytest.mark.parametrize("placement", ["zero1", "zero2", "zero3"])
+def test_gathered_buffers_alive_at_once_in_every_order(placement):
+    most = P if placement != "zero3" else 2 * LAYER + ROOT
+    for stack, (_, _, gathered, _) in every_order(placement):
+        assert gathered <= most, f"{stack} had {gathered} elements gathered at once, allowed {most}"
+
+
+@pytest.mark.parametrize("placement", ["zero1", "zero2", "zero3"])
+def test_a_rank_holds_its_share_between_steps(placement):
+    """12P/N bytes: parameters and two moments; and the count."""
+    for stack in ((placement,), ("accumulate", placement, "checkpoint"), ("bf16", placement)):
+        assert ranks(N)(costs, stack)[0][3] == 3 * P / N + 1
+
+
+@pytest.mark.parametrize("placement, most", [
+    ("zero1", P + P + P + P / N),               # gathered, gradients, flat gradients of a group at a time, shards
+    ("zero2", P + 4 * LAYER + ROOT + P / N),    # gathered; a layer's or the root's gradients, flat and sent; shards
+    ("zero3", 3 * ROOT + 4 * LAYER + P / N),
+])
+def test_peak_beside_the_state(placement, most):
+    """Donated, so that no second state is counted; activations of three tokens are the margin."""
+    activations = 40 * M * WIDTH * DEPTH
+    for stack in ((placement, "donate"), ("donate", placement), (placement, "accumulate", "donate")):
+        seen = ranks(N)(peak, stack)[0]
+        assert seen <= most + activations, f"{stack} peaked at {seen}, allowed {most + activations}"
+
+
+def test_stage_3_costs_less_memory_than_2_and_2_than_1():
+    peaks = [ranks(N)(peak, (p, "donate"))[0] for p in ("zero1", "zero2", "zero3")]
+    assert peaks[0] > peaks[1] > peaks[2], peaks
+
+
+def test_in_place_donation_holds_one_copy():
+    pure, donated = map(peak, ((), ("donate",)))
+    assert pure <= 4 * P + 100 and donated <= 2 * P + 100, (pure, donated)      # sums and means of gradients; and three copies
+
+
+def test_checkpoint_keeps_only_arguments():
+    """Activations between forward and backward: each layer's input and nothing else of it."""
+    rows, width, depth = 200, 16, 8
+    params = {"blocks": [{"w": torch.randn(width, width)} for _ in range(depth)]}
+
+    @fs.layer
+    def block(p, x):
+        for _ in range(4):
+            x = torch.tanh(x @ p["w"])
+        return x
+
+    def loss(params, x, key):
+        for p in params["blocks"]:
+            x = block(p, x)
+        return fs.mean(x)
+
+    bare = make_step(loss, optim.sgd(0.1), layers="blocks/*")
+    peaks = {}
+    for name, step in {"bare": bare, "all": fs.checkpoint(bare), "half": fs.checkpoint(bare, where=lambda at: at.index % 2 == 0)}.items():
+        state, x = step.init(params), torch.randn(rows, width)
+        step(state, x)
+        peaks[name] = allocated_peak(lambda step=step, state=state, x=x: step(state, x)) / (4 * rows * width)
+    assert peaks["bare"] >= 4 * depth
+    assert peaks["all"] <= depth + 10
+    assert peaks["all"] < peaks["half"] < peaks["bare"]
