@@ -76,3 +76,69 @@ def test_ten_steps_and_the_state_are_optaxs(name):
             assert_close(ours_state, theirs_state, 1e-6, name)
 
         law()
+
+
+def signatures():
+    """The names that both libraries have, but for what takes functions."""
+    for library in (optax, optax.contrib):
+        for name in sorted(set(dir(optim)) & set(dir(library))):
+            if inspect.isfunction(getattr(library, name)):
+                yield name, getattr(optim, name), getattr(library, name)
+
+
+def test_argument_names_order_and_defaults_are_optaxs():
+    for name, ours, theirs in signatures():
+        ours, theirs = (list(inspect.signature(f).parameters.values()) for f in (ours, theirs))
+        theirs = [p for p in theirs if p.name not in ("mask_compatible_extra_args",)]
+        mine = {p.name: p for p in ours}
+        assert [p.name for p in ours][: len(theirs)] == [p.name for p in theirs], name
+        for p in theirs:
+            default = mine[p.name].default
+            if default is not inspect.Parameter.empty and isinstance(p.default, (int, float, tuple, type(None))):
+                assert default == p.default, (name, p.name)
+            assert (default is inspect.Parameter.empty) == (p.default is inspect.Parameter.empty), (name, p.name)
+        assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :]), f"{name}: what optax does not have is keyword-only"
+
+
+COUNTS = [0, 1, 2, 3, 4, 5, 9, 10, 11, 14, 15, 19, 20, 21, 29, 30, 31, 99, 1000]
+CYCLE = {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 3, "decay_steps": 10}
+SCHEDULES = {
+    "constant": lambda o: o.constant_schedule(0.3),
+    "linear": lambda o: o.linear_schedule(0.3, 0.1, 10, 5),
+    "linear begins early": lambda o: o.linear_schedule(0.3, 0.1, 10, -5),
+    "linear at once": lambda o: o.linear_schedule(0.3, 0.1, 0),
+    "polynomial": lambda o: o.polynomial_schedule(0.3, 0.1, 2.5, 10, 5),
+    "cosine": lambda o: o.cosine_decay_schedule(0.3, 20, 0.1, 1.5),
+    "exponential": lambda o: o.exponential_decay(0.3, 10, 0.5, 3),
+    "exponential stairs": lambda o: o.exponential_decay(0.3, 10, 0.5, 3, True, 0.1),
+    "exponential growth": lambda o: o.exponential_decay(0.3, 10, 1.5, end_value=0.5),
+    "exponential zero rate": lambda o: o.exponential_decay(0.3, 10, 0.0),
+    "piecewise constant": lambda o: o.piecewise_constant_schedule(0.3, {10: 0.5, 20: 0.2}),
+    "piecewise nothing": lambda o: o.piecewise_constant_schedule(0.3),
+    "piecewise linear": lambda o: o.piecewise_interpolate_schedule("linear", 0.3, {10: 0.5, 20: 3.0}),
+    "piecewise cosine": lambda o: o.piecewise_interpolate_schedule("cosine", 0.3, {0: 2.0, 10: 0.5, 20: 3.0}),
+    "warmup constant": lambda o: o.warmup_constant_schedule(0.1, 0.3, 10),
+    "warmup cosine": lambda o: o.warmup_cosine_decay_schedule(0.1, 0.3, 10, 30, 0.05, 2.0),
+    "warmup cosine to zero": lambda o: o.warmup_cosine_decay_schedule(0.0, 0.0, 10, 30),
+    "warmup exponential": lambda o: o.warmup_exponential_decay_schedule(0.1, 0.3, 10, 5, 0.5, 2, True, 0.01),
+    "onecycle linear": lambda o: o.linear_onecycle_schedule(30, 0.3),
+    "onecycle cosine": lambda o: o.cosine_onecycle_schedule(30, 0.3),
+    "joined": lambda o: o.join_schedules([o.constant_schedule(0.1), o.linear_schedule(0.3, 0.1, 10)], [10]),
+    "sgdr": lambda o: o.sgdr_schedule([CYCLE, {**CYCLE, "decay_steps": 20}]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_are_optaxs_of_ints_and_of_tensors(name):
+    ours, theirs = SCHEDULES[name](optim), SCHEDULES[name](optax)
+    for count in COUNTS:
+        number, tensor = ours(count), ours(torch.tensor(count, dtype=torch.int32))
+        assert type(number) is float and tensor.dtype == torch.float64 and tensor.shape == ()
+        assert number == tensor.item()
+        assert number == pytest.approx(float(theirs(count)), rel=1e-6, abs=1e-7), count    # optax's are float32
+
+
+def test_no_schedule_of_optaxs_is_missing():
+    named = [n for n in dir(optax) if n.endswith(("_schedule", "_schedules", "_decay")) and n != "WeightDecaySchedule"]
+    assert len(named) > 12
+    assert not [n for n in named if not hasattr(optim, n) and not n.startswith("inject")]
