@@ -140,6 +140,7 @@ def _fusable(b1: Any, b2: Any, eps: Any, eps_root: Any, mu_dtype: Any, nesterov:
     return fixed(b1, b2, eps, eps_root) and eps_root == 0 and mu_dtype is None and not nesterov
 
 
+@torch.no_grad()
 def _fused(
     grads: Any, state: ScaleByAdamState, params: Any, lr: Any, b1: Any, b2: Any, eps: Any, wd: Any, mask: Mask | None,
 ) -> ScaleByAdamState | None:

@@ -16,8 +16,7 @@ Row = tuple[Tensor, ...]        # elements that lie alike in memory: of paramete
 def in_one_pass(plain: GradientTransformation, fused: Callable[[Any, Any, Any], tuple[Any, Any] | None]) -> GradientTransformation:
     """A transformation that has `apply`: fused(grads, state, params), or the plain way where that does nothing and returns None."""
     def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        with torch.no_grad():
-            done = fused(grads, state, params)
+        done = fused(grads, state, params)
         if done is not None:
             return done
         updates, state = plain.update(grads, state, params)

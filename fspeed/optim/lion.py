@@ -4,10 +4,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fspeed.grad import requires_grad
 from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, increment, new_count
 from fspeed.optim.combine import chain
 from fspeed.optim.decay import add_decayed_weights, decay_now
-from fspeed.optim.fused import fixed, in_one_pass, rate_for, rows
+from fspeed.optim.fused import Row, fixed, in_one_pass, rate_for, rows
 from fspeed.optim.leaves import spread
 from fspeed.optim.masking import Mask
 from fspeed.optim.moments import cast_like, update_moment, wide, zeros
@@ -97,12 +98,18 @@ def lion(
         flags = None if mask is None else spread(mask, params)
         found = rows(lambda leaf: flags is None or flags[leaf.number], params, grads, state[0].mu)
         rate = rate_for(lr, state[0].count.device)
-        if found is None or rate is None:
+        if found is None or rate is None or requires_grad(wd):
             return None
-        for decays, (p, g, mu) in found:
-            u = ((1 - b1) * g).add_(b1 * mu).sign_()
-            mu.mul_(b2).add_((1 - b2) * g)
-            p.sub_(rate * (u.add_(wd * p) if decays else u))
+        for decays, row in found:
+            _descend(row, rate, b1, b2, wd if decays else 0.0)
         return params, (ScaleByLionState(increment(state[0].count), state[0].mu), next_decay, next_rate)
 
     return in_one_pass(plain, fused) if mu_dtype is None and fixed(b1, b2) else plain
+
+
+@torch.no_grad()
+def _descend(row: Row, rate: Any, b1: Any, b2: Any, wd: Any) -> None:
+    p, g, mu = row
+    u = ((1 - b1) * g).add_(b1 * mu).sign_()
+    mu.mul_(b2).add_((1 - b2) * g)
+    p.sub_(rate * u.add_(wd * p))

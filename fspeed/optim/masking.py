@@ -78,10 +78,10 @@ def partition(transforms: Mapping[Hashable, GradientTransformation], param_label
     >>> opt.update(updates, opt.init(params))[0]
     {'a': tensor(0.5000), 'b': tensor(0.)}
     """
-    parts_of = {
-        label: masked(t, lambda tree, label=label: tree_map(lambda x: x == label, _labels(param_labels, tree)))
-        for label, t in transforms.items()
-    }
+    def labelled(label: Hashable) -> Mask:
+        return lambda tree: tree_map(lambda x: x == label, param_labels(tree) if callable(param_labels) else param_labels)
+
+    parts_of = {label: masked(t, labelled(label)) for label, t in transforms.items()}
 
     def init(params: Any) -> PartitionState:
         unknown = set(spread(param_labels, params)) - set(transforms)
@@ -113,10 +113,6 @@ def freeze(mask: Mask) -> GradientTransformation:
     {'a': tensor(0.), 'b': tensor(1.)}
     """
     return masked(set_to_zero(), mask)
-
-
-def _labels(labels: Any, tree: Any) -> Any:
-    return labels(tree) if callable(labels) else labels
 
 
 def only(tree: Any, keep: list[bool]) -> Any:
