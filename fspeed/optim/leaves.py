@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fspeed.shard.piece import Absent, Flat, Piece, Segment, Tied, segments
+from fspeed.shard.piece import Absent, Flat, Piece, Segment, Tied, is_gone, segments
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
 from fspeed.tree import Groups, abstract, by_group
 
@@ -58,7 +58,7 @@ def _parts(structure: Any) -> list[list[Segment]]:
 
 def _holders(group: Any, ranks: int) -> Iterator[int]:
     """For each leaf of a group, how many of the ranks hold the same of it; 0 for one that is tied to another."""
-    for node in tree_leaves(group, is_leaf=lambda x: x is None or isinstance(x, (Piece, Tied))):
+    for node in tree_leaves(group, is_leaf=lambda x: is_gone(x) or isinstance(x, (Piece, Tied))):
         if not isinstance(node, Piece):
             yield 0 if isinstance(node, Tied) else ranks
             continue
