@@ -7,6 +7,9 @@ from fspeed.layer import layer as layer
 from fspeed.layer import sequential as sequential
 from fspeed.loss import Loss as Loss
 from fspeed.loss import mean as mean
+from fspeed.save import latest as latest
+from fspeed.save import restore as restore
+from fspeed.save import save as save
 from fspeed.shard.mesh import mesh as mesh
 from fspeed.step import Batch as Batch
 from fspeed.step import State as State
