@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fspeed.shard.piece import is_gone
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_structure
 
 BUFFERS = "buffers"
@@ -52,7 +53,7 @@ def mean(values: Tensor, mask: Tensor | None = None) -> Loss:
     return Loss(torch.where(mask == 0, 0, values * mask).sum(), mask.sum())
 
 
-def as_metrics(out: Any, rows: Tensor, buffers: Any = None) -> dict[str, Any]:
+def as_metrics(out: Any, rows: Tensor, buffers: Any = ()) -> dict[str, Any]:
     """What a loss returned, as {"loss": Loss, name: Loss, ...}; new buffers as {"buffers": {place among the leaves: Loss}}.
 
     A bare scalar counts as the mean over its rows, a new buffer as the mean over the parts of the batch, weighted by rows.
@@ -60,7 +61,7 @@ def as_metrics(out: Any, rows: Tensor, buffers: Any = None) -> dict[str, Any]:
     loss, more, new = _parts(out)
     count = torch.full((), len(rows), dtype=torch.float32, device=rows.device)
     found = {name: _as_loss(name, x, count) for name, x in {"loss": loss, **more}.items()}
-    if buffers is None:
+    if is_gone(buffers):
         return found
     if tree_structure(new) != tree_structure(buffers):
         raise TypeError(

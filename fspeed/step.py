@@ -34,7 +34,7 @@ class State(NamedTuple):
         step: how often the step was called: int64.
         params: parameters as they are stored, `Groups`; `step.params(state)` gives the plain tree.
         opt_state: the bare optimizer's state, whatever the stack.
-        buffers: what a loss updates beside gradients, or None.
+        buffers: what a loss updates beside gradients; `()` for none.
         key: int32 (2,), constant; each call folds `step` into it.
         extra: what transforms remember, by name.
     """
@@ -103,7 +103,7 @@ class Step:
     update: Callable[[Update], Update] = lambda apply: apply
     own: Callable[[Any], Any] = lambda tree: tree_map(torch.clone, tree)
 
-    def init(self, params: Any, key: Tensor | None = None, buffers: Any = None) -> State:
+    def init(self, params: Any, key: Tensor | None = None, buffers: Any = ()) -> State:
         """The first state.
 
         Args:

@@ -240,7 +240,7 @@ def whole(tree: Any) -> Any:
         tree: any pytree; what is no `Groups` stays as it is.
 
     Returns:
-        The same tree with plain trees in place of `Groups`; None where a gradient or moment of a frozen leaf would be.
+        The same tree with plain trees in place of `Groups`; `()` where a gradient or moment of a frozen leaf would be.
 
     Cost: one all-gather a buffer; call it on every rank.
 

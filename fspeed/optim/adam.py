@@ -11,9 +11,8 @@ from fspeed.optim.decay import add_decayed_weights, decay_now
 from fspeed.optim.fused import fixed, in_one_pass, lists, rate_for, rows
 from fspeed.optim.leaves import spread
 from fspeed.optim.masking import Mask
-from fspeed.optim.moments import bias_correction, cast_like, update_moment, update_second_moment, wide, zeros
+from fspeed.optim.moments import bias_correction, cast_like, debiased_mean, over_root, update_moment, update_second_moment, zeros
 from fspeed.optim.scale import rate_now, scale_by_learning_rate
-from fspeed.shard.pytree import tree_map
 
 
 class ScaleByAdamState(NamedTuple):
@@ -25,7 +24,7 @@ class ScaleByAdamState(NamedTuple):
 
 def scale_by_adam(
     b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, eps_root: Number = 0.0, mu_dtype: torch.dtype | None = None,
-    *, nesterov: bool = False,
+    *, nesterov: bool = False, debias: bool = True,
 ) -> GradientTransformation:
     """Divide the mean of gradients by the root of the mean of their squares.
 
@@ -38,6 +37,7 @@ def scale_by_adam(
         eps, eps_root: what is added to the root, outside and inside.
         mu_dtype: what mu is kept in; by default as the parameters.
         nesterov: use b1 mu / (1 - b1^(t+1)) + (1 - b1) g / (1 - b1^t) in place of mu / (1 - b1^t).
+        debias: divide by 1 - b^t; False leaves that out.
 
     Cost: two numbers kept for each parameter.
 
@@ -54,14 +54,10 @@ def scale_by_adam(
         mu = update_moment(updates, state.mu, b1)
         nu = update_second_moment(updates, state.nu, b2)
         count = increment(state.count)
-        if nesterov:
-            ahead = bias_correction(mu, b1, increment(count))
-            mu_hat = tree_map(lambda m, g: b1 * m + (1 - b1) * g, ahead, bias_correction(tree_map(wide, updates), b1, count))
-        else:
-            mu_hat = bias_correction(mu, b1, count)
-        nu_hat = bias_correction(nu, b2, count)
-        scaled = tree_map(lambda g, m, v: (m / ((v + eps_root).sqrt() + eps)).to(g.dtype), updates, mu_hat, nu_hat)
-        return scaled, ScaleByAdamState(count, cast_like(mu, state.mu), cast_like(nu, state.nu))
+        new = ScaleByAdamState(count, cast_like(mu, state.mu), cast_like(nu, state.nu))
+        if debias:
+            mu, nu = debiased_mean(updates, mu, b1, count, nesterov), bias_correction(nu, b2, count)
+        return over_root(updates, mu, nu, eps, eps_root), new
 
     return GradientTransformation(init, update)
 

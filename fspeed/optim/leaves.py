@@ -6,17 +6,17 @@ number in the whole tree, the same on every rank.
 import functools
 import math
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fspeed.shard.piece import Absent, Flat, Piece, Segment, Tied, segments
+from fspeed.shard.piece import Absent, Flat, Piece, Segment, Tied, is_gone, segments
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
 from fspeed.tree import Groups, abstract, by_group
 
-UNKNOWN = torch.empty(2**40, dtype=torch.int8, device="meta")       # in place of a leaf whose size the structure does not say
+ALL = 2**40             # where the only segment of a leaf that is stored by itself ends: at its end, whatever its size
+UNKNOWN = torch.empty(ALL, dtype=torch.int8, device="meta")
 
 
 class Leaf(NamedTuple):
@@ -28,7 +28,7 @@ class Leaf(NamedTuple):
 def parts(tree: Any) -> list[list[Segment]]:
     """For each of `tree_leaves(tree)`, the segments of its elements, each with its `Leaf`; padding is in none.
 
-    A leaf that is stored by itself has one segment, which ends at its end or beyond.
+    A leaf that is stored by itself has one segment, which ends at `ALL`.
 
     >>> from fspeed.shard.mesh import mesh
     >>> from fspeed.shard.piece import shard
@@ -39,7 +39,7 @@ def parts(tree: Any) -> list[list[Segment]]:
     """
     if isinstance(tree, Groups):
         return _parts(tree_structure(tree))     # type: ignore[arg-type]
-    return [[Segment(0, x.numel(), Leaf(i, 1))] for i, x in enumerate(tree_leaves(tree))]
+    return [[Segment(0, ALL, Leaf(i, 1))] for i in range(len(tree_leaves(tree)))]
 
 
 @functools.lru_cache(maxsize=64)
@@ -47,42 +47,69 @@ def _parts(structure: Any) -> list[list[Segment]]:
     groups: Any = tree_unflatten(structure, [UNKNOWN] * structure.num_leaves)
     ranks = math.prod(axis.size for axis in groups.axes)
     found: list[list[Segment]] = []
-    first = 0
-    for (_, group), infos in zip(groups.items(), groups.skeleton.leaves, strict=True):
-        if not isinstance(group, Absent):
-            held = list(_holders(group, ranks))
-            found += segments(group, iter([Leaf(first + i, n) for i, n in enumerate(held) if n]))
-        first += len(infos)
+    for group, first in _here(groups):
+        held = enumerate(_holders(group, ranks), first)
+        found += segments(group, iter([Leaf(i, n) for i, n in held if n is not None]))
     return found
 
 
-def _holders(group: Any, ranks: int) -> Iterator[int]:
-    """For each leaf of a group, how many of the ranks hold the same of it; 0 for one that is tied to another."""
-    for node in tree_leaves(group, is_leaf=lambda x: x is None or isinstance(x, (Piece, Tied))):
-        if not isinstance(node, Piece):
-            yield 0 if isinstance(node, Tied) else ranks
-            continue
-        flat = isinstance(node.layout, Flat)
-        inner = tree_unflatten(node.layout.spec, [0] * len(node.layout.shapes)) if flat else node.value
-        yield from _holders(inner, ranks // node.axis.size * node.holders)
+def _here(groups: Groups) -> Iterator[tuple[Any, int]]:
+    """The groups that are here, each with the number of its first leaf."""
+    first = 0
+    for (_, group), infos in zip(groups.items(), groups.skeleton.leaves, strict=True):
+        if not isinstance(group, Absent):
+            yield group, first
+        first += len(infos)
+
+
+def _holders(group: Any, ranks: int) -> Iterator[int | None]:
+    """For each leaf of a group, how many of the ranks hold the same of it; 0 if it is frozen, None if it is tied to another."""
+    for node in tree_leaves(group, is_leaf=lambda x: is_gone(x) or isinstance(x, (Piece, Tied))):
+        if isinstance(node, Piece):
+            yield from _holders(inside(node), ranks // node.axis.size * node.holders)
+        else:
+            yield None if isinstance(node, Tied) else 0 if is_gone(node) else ranks
+
+
+def inside(piece: Piece) -> Any:
+    """What a piece is a part of, with zeros in place of the live leaves and None in place of the frozen ones."""
+    layout = piece.layout
+    if not isinstance(layout, Flat):
+        return piece.value
+    return tree_unflatten(layout.spec, [None if layout.buckets[at].frozen else 0 for at in layout.place])
+
+
+def every(tree: Any, value: Any = None) -> list:
+    """The same value for each leaf of the whole tree."""
+    return [value] * (sum(map(len, tree.skeleton.leaves)) if isinstance(tree, Groups) else len(tree_leaves(tree)))
+
+
+def numbers(tree: Any) -> list[list[int]]:
+    """The numbers of the live leaves, of each group that is here."""
+    if not isinstance(tree, Groups):
+        return [list(range(len(tree_leaves(tree))))]
+    return [[i for i, n in enumerate(_holders(group, 1), first) if n] for group, first in _here(tree)]
 
 
 def runs(found: list[Segment], value: Callable[[Leaf], Any]) -> list[Segment]:
-    """The segments of a buffer, neighbours with the same value joined; padding, all zeros, goes with what is before it."""
-    starts = [next(run) for _, run in groupby(found, key=lambda s: id(value(s.value)))]
-    stops = [*(s.start for s in starts[1:]), UNKNOWN.numel()]
-    return [Segment(0 if i == 0 else s.start, stop, value(s.value)) for i, (s, stop) in enumerate(zip(starts, stops, strict=True))]
+    """The segments of a buffer, those joined that touch and have the same value."""
+    out: list[Segment] = []
+    for s in found:
+        v = value(s.value)
+        touches = out and out[-1].stop == s.start and out[-1].value is v
+        out[-1:] = [Segment(out[-1].start, s.stop, v)] if touches else [*out[-1:], Segment(s.start, s.stop, v)]
+    return out
 
 
 def pieces(value: Callable[[Leaf], Any], tree: Any, *others: Any) -> Iterator[tuple[Any, tuple[Tensor, ...]]]:
-    """(value, elements of the trees) for each stretch of elements whose leaves have the same value."""
+    """(value, elements of the trees) for each stretch of elements whose leaves have the same value; without padding."""
     for found, xs in zip(parts(tree), zip(*map(tree_leaves, (tree, *others)), strict=True), strict=True):
         for start, stop, v in runs(found, value):
             yield v, _sliced(xs, start, stop)
 
 
 def by_leaf(f: Callable[..., Tensor], values: list, tree: Any, *others: Any) -> Any:
-    """f(value, x, ...) on each leaf's elements, values[i] being the value for leaf i; it must map zeros, the padding, to zeros.
+    """f(value, x, ...) on each leaf's elements, values[i] being the value for leaf i; padding goes with what is before it.
 
     >>> by_leaf(lambda v, x: v * x, [2, 3], {"a": torch.ones(1), "b": torch.ones(2)})
     {'a': tensor([2.]), 'b': tensor([3., 3.])}
@@ -90,23 +117,26 @@ def by_leaf(f: Callable[..., Tensor], values: list, tree: Any, *others: Any) -> 
     leaves, spec = tree_flatten(tree)
     out = []
     for found, xs in zip(parts(tree), zip(leaves, *map(tree_leaves, others), strict=True), strict=True):
-        new = [f(v, *_sliced(xs, start, stop)) for start, stop, v in runs(found, lambda leaf: values[leaf.number])]
+        same = runs(found, lambda leaf: values[leaf.number])
+        ends = [0, *(s.start for s in same[1:]), ALL]
+        new = [f(s.value, *_sliced(xs, start, stop)) for s, start, stop in zip(same, ends, ends[1:], strict=False)]
         out.append(torch.cat(new) if len(new) > 1 else new[0] if new else xs[0])
     return tree_unflatten(spec, out)
 
 
 def _sliced(xs: tuple[Tensor, ...], start: int, stop: int) -> tuple[Tensor, ...]:
-    return xs if start == 0 and stop >= xs[0].numel() else tuple(x[start:stop] for x in xs)
+    return xs if start == 0 and stop == ALL else tuple(x[start:stop] for x in xs)
 
 
 # ---------------------------------------------------------------- masks
-def spread(values: Any, tree: Any) -> list:
+def spread(values: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list:
     """One value for each leaf of the whole tree, in order, from a plain tree of values.
 
     Args:
         values: a tree of the whole tree's structure or of a prefix of it; or a function of it. It sees the plain tree; of `Groups`,
             meta tensors.
         tree: `Groups`, or a plain tree.
+        is_leaf: what to take as a value though it has children, or is None.
 
     >>> spread(lambda params: tree_map(lambda p: p.dim() > 1, params), {"b": torch.ones(2), "w": torch.ones(2, 2)})
     [False, True]
@@ -114,8 +144,9 @@ def spread(values: Any, tree: Any) -> list:
     whole = abstract(tree) if isinstance(tree, Groups) else tree
     if callable(values):
         values = values(whole)
-    full = tree_map(lambda v, sub: tree_map(lambda _: v, sub), values, whole)
     if not isinstance(tree, Groups):
-        return tree_leaves(full)
-    found = by_group(tree, full)
+        out: list = []
+        tree_map(lambda v, sub: out.extend([v] * len(tree_leaves(sub))), values, whole, is_leaf=is_leaf)
+        return out
+    found = by_group(tree, tree_map(lambda v, sub: tree_map(lambda _: v, sub), values, whole, is_leaf=is_leaf))
     return [v for name in tree.names for v in found[name]]

@@ -1,6 +1,14 @@
 """Transformations of some leaves only."""
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
+
+import torch
+
+from fspeed.optim.base import GradientTransformation, set_to_zero
+from fspeed.optim.leaves import ALL, by_leaf, parts, spread
+from fspeed.shard.piece import Segment
+from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
+from fspeed.tree import Groups
 
 Mask = Any | Callable[[Any], Any]
 
@@ -8,3 +16,126 @@ Mask = Any | Callable[[Any], Any]
 class MaskedState(NamedTuple):
     """The state of a transformation that sees some leaves only."""
     inner_state: Any
+
+
+class MaskedNode(NamedTuple):
+    """In place of a leaf that a transformation does not see."""
+
+
+class PartitionState(NamedTuple):
+    """The states of transformations that share out the leaves, by label."""
+    inner_states: Any
+
+
+def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
+    """Transform the leaves where a mask is True; the others' updates stay as they are.
+
+    Args:
+        inner: what transforms them. It sees `MaskedNode()` in place of the others; in stored groups None, or zeros in a flat
+            buffer that leaves of both kinds share.
+        mask: a tree of bools of the parameters' structure or of a prefix of it, or a function that makes it from them. It is
+            given the plain tree on any placement, as meta tensors where parameters are stored in groups.
+
+    Cost: on flat shards, an inner state as large as for all leaves, and a pass over the updates.
+
+    >>> from fspeed.optim.scale import scale
+    >>> opt = masked(scale(2.), {"a": True, "b": False})
+    >>> params = updates = {"a": torch.tensor(1.), "b": torch.tensor(1.)}
+    >>> opt.update(updates, opt.init(params))[0]
+    {'a': tensor(2.), 'b': tensor(1.)}
+    """
+    def init(params: Any) -> MaskedState:
+        return MaskedState(inner.init(only(params, spread(mask, params))))
+
+    def update(updates: Any, state: MaskedState, params: Any = None) -> tuple[Any, MaskedState]:
+        keep = spread(mask, updates)
+        seen = None if params is None else only(params, keep)
+        new, inner_state = inner.update(only(updates, keep), state.inner_state, seen)
+        return chosen(new, updates, keep), MaskedState(inner_state)
+
+    return GradientTransformation(init, update)
+
+
+def partition(transforms: Mapping[Hashable, GradientTransformation], param_labels: Any) -> GradientTransformation:
+    """Transform each leaf by the transformation of its label.
+
+    Args:
+        transforms: {label: transformation}.
+        param_labels: a tree of labels of the parameters' structure or of a prefix of it, or a function that makes it from them,
+            as the mask of `masked`.
+
+    Returns:
+        A transformation whose state is `PartitionState({label: MaskedState(...)})`.
+
+    Raises:
+        ValueError: a leaf has a label that no transformation has.
+
+    Cost: as for `masked`, for each transformation.
+
+    >>> from fspeed.optim.scale import scale
+    >>> opt = partition({"slow": scale(.5), "still": set_to_zero()}, {"a": "slow", "b": "still"})
+    >>> params = updates = {"a": torch.tensor(1.), "b": torch.tensor(1.)}
+    >>> opt.update(updates, opt.init(params))[0]
+    {'a': tensor(0.5000), 'b': tensor(0.)}
+    """
+    parts_of = {
+        label: masked(t, lambda tree, label=label: tree_map(lambda x: x == label, _labels(param_labels, tree)))
+        for label, t in transforms.items()
+    }
+
+    def init(params: Any) -> PartitionState:
+        unknown = set(spread(param_labels, params)) - set(transforms)
+        if unknown:
+            raise ValueError(f"partition: no transformation is labelled {sorted(map(repr, unknown))}; there are {list(transforms)}")
+        return PartitionState({label: t.init(params) for label, t in parts_of.items()})
+
+    def update(updates: Any, state: PartitionState, params: Any = None) -> tuple[Any, PartitionState]:
+        new = {}
+        for label, t in parts_of.items():
+            updates, new[label] = t.update(updates, state.inner_states[label], params)
+        return updates, PartitionState(new)
+
+    return GradientTransformation(init, update)
+
+
+multi_transform = partition
+
+
+def freeze(mask: Mask) -> GradientTransformation:
+    """Make the updates of some leaves zero.
+
+    Args:
+        mask: which, as for `masked`.
+
+    >>> opt = freeze({"a": True, "b": False})
+    >>> params = updates = {"a": torch.tensor(1.), "b": torch.tensor(1.)}
+    >>> opt.update(updates, opt.init(params))[0]
+    {'a': tensor(0.), 'b': tensor(1.)}
+    """
+    return masked(set_to_zero(), mask)
+
+
+def _labels(labels: Any, tree: Any) -> Any:
+    return labels(tree) if callable(labels) else labels
+
+
+def only(tree: Any, keep: list[bool]) -> Any:
+    """The tree as the transformation of the kept leaves sees it."""
+    spec = tree_structure(tree)
+    unseen = None if isinstance(tree, Groups) else MaskedNode()
+    parted = by_leaf(lambda kept, x: x if kept else torch.zeros_like(x), keep, tree)
+    rows = zip(parts(tree), tree_leaves(parted), strict=True)
+    return tree_unflatten(spec, [unseen if _unseen(found, keep) else x for found, x in rows])
+
+
+def chosen(new: Any, old: Any, keep: list[bool]) -> Any:
+    """The leaves of `new`, which `only` left, and in place of the others those of `old`."""
+    leaves, spec = tree_flatten(old)
+    news = iter(tree_leaves(new))
+    filled = tree_unflatten(spec, [x if _unseen(found, keep) else next(news) for found, x in zip(parts(old), leaves, strict=True)])
+    return by_leaf(lambda kept, o, n: n if kept else o, keep, old, filled)
+
+
+def _unseen(found: list[Segment], keep: list[bool]) -> bool:
+    """Whether what is stored is a single leaf, and not kept."""
+    return bool(found) and found[0].stop == ALL and not keep[found[0].value.number]

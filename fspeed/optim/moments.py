@@ -4,6 +4,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fspeed.optim.base import increment
 from fspeed.shard.piece import at_least_float32
 from fspeed.shard.pytree import tree_map
 
@@ -46,3 +47,16 @@ def bias_correction(moments: Any, decay: Any, count: Tensor) -> Any:
     """m / (1 - decay^count): the average as if it had not begun at zero."""
     by = correction(decay, count)
     return tree_map(lambda m: (m / by).to(m.dtype), moments)
+
+
+def debiased_mean(updates: Any, mu: Any, decay: Any, count: Tensor, nesterov: bool = False) -> Any:
+    """mu / (1 - decay^count); with Nesterov's look ahead decay mu / (1 - decay^(count + 1)) + (1 - decay) g / (1 - decay^count)."""
+    if not nesterov:
+        return bias_correction(mu, decay, count)
+    ahead, now = bias_correction(mu, decay, increment(count)), bias_correction(tree_map(wide, updates), decay, count)
+    return tree_map(lambda m, g: decay * m + (1 - decay) * g, ahead, now)
+
+
+def over_root(updates: Any, mu: Any, nu: Any, eps: Any, eps_root: Any = 0.0) -> Any:
+    """mu / (sqrt(nu + eps_root) + eps), in the updates' dtypes."""
+    return tree_map(lambda u, m, v: (m / ((v + eps_root).sqrt() + eps)).to(u.dtype), updates, mu, nu)

@@ -1,5 +1,6 @@
 """Norms of trees and of their leaves, right on any placement: what several ranks hold counts once."""
 import functools
+import math
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from fspeed.optim.leaves import pieces
 from fspeed.shard.collectives import psum
 from fspeed.shard.piece import at_least_float32
+from fspeed.shard.pytree import tree_leaves
 from fspeed.tree import Groups
 
 
@@ -47,3 +49,49 @@ def safe_sqrt(x: Tensor) -> Tensor:
 def summed(x: Tensor, tree: Any) -> Tensor:
     """What each rank has of a sum, summed over the axes that the tree is spread over."""
     return functools.reduce(psum, tree.axes, x) if isinstance(tree, Groups) else x
+
+
+# ---------------------------------------------------------------- of single leaves
+def leaf_norms(*trees: Any) -> Tensor:
+    """The Euclidean norms of the whole leaves: (trees, leaves), the same on every rank.
+
+    Cost: one read of the trees, and that many numbers summed over each mesh axis.
+
+    >>> leaf_norms({"a": torch.tensor([3., 4.]), "b": torch.tensor(2.)})
+    tensor([[5., 2.]])
+    """
+    return safe_sqrt(summed(torch.stack([_squares(tree) for tree in trees]), trees[0]))
+
+
+def _squares(tree: Any) -> Tensor:
+    found: list[list[Tensor]] = [[] for _ in leaf_sizes(tree)]
+    for leaf, (x,) in pieces(lambda leaf: leaf, tree):
+        found[leaf.number].append(norm(x).square() / leaf.holders)
+    nothing = torch.zeros((), device=next((x.device for xs in found for x in xs), None))
+    return torch.stack([sum(xs[1:], xs[0]) if xs else nothing for xs in found]) if found else nothing.expand(0)
+
+
+def leaf_rms(*trees: Any) -> Tensor:
+    """The root mean squares of the whole leaves: (trees, leaves), the same on every rank; 0 for an empty leaf."""
+    sizes = leaf_sizes(trees[0])
+    norms = leaf_norms(*trees)
+    return torch.stack([norms[:, i] / max(n, 1) ** 0.5 for i, n in enumerate(sizes)], 1) if sizes else norms
+
+
+def leaf_sizes(tree: Any) -> list[int]:
+    """How many elements each whole leaf has."""
+    if isinstance(tree, Groups):
+        return [math.prod(leaf.shape) for infos in tree.skeleton.leaves for leaf in infos]
+    return [x.numel() for x in tree_leaves(tree)]
+
+
+def all_finite(tree: Any) -> Tensor:
+    """Whether every element on every rank is finite: bool, 0-d."""
+    bad = sum(((~x.isfinite()).any().to(torch.float32) for x in tree_leaves(tree)), torch.zeros(()))
+    return summed(bad, tree) == 0
+
+
+def sum_of_products(a: Any, b: Any) -> Tensor:
+    """The inner product of two trees that are stored alike, the same on every rank."""
+    found = [(x * y).sum(dtype=at_least_float32(x.dtype)) / n for n, (x, y) in pieces(lambda leaf: leaf.holders, a, b)]
+    return summed(torch.stack(found).sum() if found else torch.zeros(()), a)

@@ -1,0 +1,107 @@
+"""Lion: updates by the sign of a moving average."""
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, increment, new_count
+from fspeed.optim.combine import chain
+from fspeed.optim.decay import add_decayed_weights, decay_now
+from fspeed.optim.fused import fixed, in_one_pass, rate_for, rows
+from fspeed.optim.leaves import spread
+from fspeed.optim.masking import Mask
+from fspeed.optim.moments import cast_like, update_moment, wide, zeros
+from fspeed.optim.scale import rate_now, scale_by_learning_rate
+from fspeed.shard.pytree import tree_map
+
+
+class ScaleByLionState(NamedTuple):
+    """The number of updates (int32), and the moving averages of gradients."""
+    count: Tensor       # type: ignore[assignment]
+    mu: Any
+
+
+def scale_by_lion(
+    b1: Number = 0.9, b2: Number = 0.99, mu_dtype: torch.dtype | None = None, *, mode: str = "hard", smooth_beta: float = 1.0,
+) -> GradientTransformation:
+    """The sign of a moving average.
+
+        u = sign(b1 mu + (1 - b1) g);    mu = b2 mu + (1 - b2) g
+
+    Args:
+        b1: how much of mu is in the update.
+        b2: how slowly mu forgets.
+        mu_dtype: what mu is kept in; by default as the parameters.
+        mode: "hard" for the sign, "smooth" for tanh(smooth_beta x), "refined" for x within [-1, 1] and the sign outside.
+        smooth_beta: of "smooth".
+
+    Raises:
+        ValueError: no such mode.
+
+    Cost: one number kept for each parameter.
+
+    Source: Chen et al., arXiv 2302.06675.
+
+    >>> opt = scale_by_lion()
+    >>> opt.update(torch.tensor([2., -.1]), opt.init(torch.zeros(2)))[0]
+    tensor([ 1., -1.])
+    """
+    modes = {
+        "hard": torch.sgn,
+        "smooth": lambda x: torch.tanh(smooth_beta * x),
+        "refined": lambda x: torch.where(x.abs() < 1, x, x.sgn()),
+    }
+    if mode not in modes:
+        raise ValueError(f"scale_by_lion: mode must be one of {list(modes)}, got {mode!r}")
+
+    def update(updates: Any, state: ScaleByLionState, params: Any = None) -> tuple[Any, ScaleByLionState]:
+        out = tree_map(lambda g, m: modes[mode]((1 - b1) * wide(g) + b1 * wide(m)).to(g.dtype), updates, state.mu)
+        mu = cast_like(update_moment(updates, state.mu, b2), state.mu)
+        return out, ScaleByLionState(increment(state.count), mu)
+
+    return GradientTransformation(lambda params: ScaleByLionState(new_count(params), zeros(params, mu_dtype)), update)
+
+
+def lion(
+    learning_rate: NumberOrSchedule, b1: Number = 0.9, b2: Number = 0.99, mu_dtype: torch.dtype | None = None,
+    weight_decay: NumberOrSchedule = 1e-3, mask: Mask | None = None,
+) -> GradientTransformation:
+    """Lion.
+
+        p - learning_rate (sign(b1 mu + (1 - b1) g) + weight_decay p)
+
+    Args:
+        learning_rate: a number or a schedule.
+        b1, b2, mu_dtype: as for `scale_by_lion`.
+        weight_decay, mask: as for `add_decayed_weights`.
+
+    Returns:
+        A transformation; with `mu_dtype=None` it steps in place, holding one leaf beside the state.
+
+    Cost: one number kept for each parameter.
+
+    Source: Chen et al., arXiv 2302.06675.
+
+    >>> opt = lion(.1, weight_decay=.5)
+    >>> params = torch.tensor([1., 1.])
+    >>> opt.apply(torch.tensor([2., -.1]), opt.init(params), params)[0]
+    tensor([0.8500, 1.0500])
+    """
+    plain = chain(
+        scale_by_lion(b1, b2, mu_dtype), add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate)
+    )
+
+    def fused(grads: Any, state: tuple, params: Any) -> tuple[Any, tuple] | None:
+        lr, rate = rate_now(learning_rate, state[2])
+        wd, decay = decay_now(weight_decay, state[1])
+        flags = None if mask is None else spread(mask, params)
+        found = rows(lambda leaf: flags is None or flags[leaf.number], params, grads, state[0].mu)
+        if found is None or rate_for(lr, state[0].count.device) is None:
+            return None
+        for decays, (p, g, mu) in found:
+            u = ((1 - b1) * g).add_(b1 * mu).sign_()
+            mu.mul_(b2).add_((1 - b2) * g)
+            p.sub_(lr * (u.add_(wd * p) if decays else u))
+        return params, (ScaleByLionState(increment(state[0].count), state[0].mu), decay, rate)
+
+    return in_one_pass(plain, fused) if mu_dtype is None and fixed(b1, b2) else plain

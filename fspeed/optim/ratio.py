@@ -1,0 +1,191 @@
+"""Layer-wise rates: LAMB, LARS and Fromage scale each leaf's update by the norms of the leaf and of the update."""
+import math
+from typing import Any
+
+import torch
+
+from fspeed.optim.adam import scale_by_adam
+from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, require_params, stateless
+from fspeed.optim.combine import chain
+from fspeed.optim.decay import add_decayed_weights
+from fspeed.optim.leaves import by_leaf
+from fspeed.optim.masking import Mask, masked
+from fspeed.optim.moments import correction
+from fspeed.optim.norms import leaf_norms, leaf_rms
+from fspeed.optim.scale import scale_by_learning_rate, times
+from fspeed.optim.sgd import trace
+from fspeed.shard.pytree import tree_map
+
+
+def scale_by_trust_ratio(
+    min_norm: Number = 0.0, trust_coefficient: Number = 1.0, eps: Number = 0.0,
+    *, min_ratio: Number = 0.0, max_ratio: Number = math.inf,
+) -> GradientTransformation:
+    """Scale each leaf's update by the leaf's norm over the update's.
+
+        u ratio,    ratio = trust_coefficient max(norm(p), min_norm) / (max(norm(u), min_norm) + eps), within [min_ratio, max_ratio]
+
+    The ratio is 1 where either norm is 0.
+
+    Args:
+        min_norm: the least norm that counts.
+        trust_coefficient, eps: as above.
+        min_ratio, max_ratio: bounds of the ratio; optax has none, DeepSpeed 0.01 and 10.
+
+    Cost: two passes over the updates and one over the parameters, and two numbers a leaf summed over each mesh axis.
+
+    Source: You et al., arXiv 1904.00962.
+
+    >>> scale_by_trust_ratio().update(torch.tensor([3., 4.]), (), torch.tensor([6., 8.]))[0]
+    tensor([6., 8.])
+    """
+    def run(updates: Any, params: Any) -> Any:
+        require_params(params, "scale_by_trust_ratio")
+        of_p, of_u = leaf_norms(params, updates).clamp(min=min_norm)
+        ratio = trust_coefficient * of_p / torch.where(of_u + eps == 0, 1, of_u + eps)
+        ratio = torch.where((of_p == 0) | (of_u == 0), 1, ratio.clamp(min_ratio, max_ratio))
+        return by_leaf(times, list(ratio.unbind()), updates)
+
+    return stateless(run)
+
+
+def scale_by_param_block_norm(min_scale: Number = 1e-3) -> GradientTransformation:
+    """Scale each leaf's update by the leaf's norm.
+
+        u max(norm(p), min_scale)
+
+    Args:
+        min_scale: the least factor.
+
+    Cost: a pass over updates and parameters each, and one number a leaf summed over each mesh axis.
+
+    >>> scale_by_param_block_norm().update(torch.tensor([1., 1.]), (), torch.tensor([3., 4.]))[0]
+    tensor([5., 5.])
+    """
+    return stateless(lambda updates, params: _by_params(leaf_norms, min_scale, updates, params))
+
+
+def scale_by_param_block_rms(min_scale: Number = 1e-3) -> GradientTransformation:
+    """Scale each leaf's update by the leaf's root mean square.
+
+        u max(rms(p), min_scale)
+
+    Args:
+        min_scale: the least factor.
+
+    Cost: a pass over updates and parameters each, and one number a leaf summed over each mesh axis.
+
+    >>> scale_by_param_block_rms().update(torch.tensor([1., 1.]), (), torch.tensor([3., 3.]))[0]
+    tensor([3., 3.])
+    """
+    return stateless(lambda updates, params: _by_params(leaf_rms, min_scale, updates, params))
+
+
+def _by_params(size: Any, min_scale: Any, updates: Any, params: Any) -> Any:
+    require_params(params, "scale_by_param_block_norm and _rms")
+    return by_leaf(times, list(size(params)[0].clamp(min=min_scale).unbind()), updates)
+
+
+# ---------------------------------------------------------------- optimizers
+def lamb(
+    learning_rate: NumberOrSchedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, eps_root: Number = 0.0,
+    weight_decay: NumberOrSchedule = 0.0, mask: Mask | None = None,
+    *, min_ratio: Number = 0.0, max_ratio: Number = math.inf, debias_rate: bool = False,
+) -> GradientTransformation:
+    """LAMB: Adam whose steps are in proportion to each leaf's norm.
+
+        u = mu_hat / (sqrt(nu_hat) + eps) + weight_decay p
+        p - learning_rate ratio u,    ratio = norm(p) / norm(u) within [min_ratio, max_ratio], 1 if either norm is 0
+
+    DeepSpeed's form, `lamb(lr, eps=1e-8, min_ratio=.01, max_ratio=10, debias_rate=True)`, has mu and nu themselves in u, and
+    learning_rate sqrt(1 - b2^t) / (1 - b1^t) in place of learning_rate.
+
+    Args:
+        learning_rate: a number or a schedule.
+        b1, b2, eps, eps_root: as for `scale_by_adam`.
+        weight_decay, mask: as for `add_decayed_weights`.
+        min_ratio, max_ratio: bounds of the ratio.
+        debias_rate: correct the bias of the means in the learning rate, not in them.
+
+    Cost: two numbers kept for each parameter, and two numbers a leaf summed over each mesh axis.
+
+    Source: You et al., arXiv 1904.00962.
+
+    >>> opt = lamb(.1)
+    >>> params = torch.tensor([1., 1.])
+    >>> opt.update(torch.tensor([2., -.1]), opt.init(params), params)[0].round(decimals=3)
+    tensor([-0.1000,  0.1000])
+    """
+    plain = chain(
+        scale_by_adam(b1, b2, eps, eps_root, debias=not debias_rate), add_decayed_weights(weight_decay, mask),
+        scale_by_trust_ratio(min_ratio=min_ratio, max_ratio=max_ratio), scale_by_learning_rate(learning_rate),
+    )
+    if not debias_rate:
+        return plain
+
+    def update(updates: Any, state: tuple, params: Any = None) -> tuple[Any, tuple]:
+        updates, new = plain.update(updates, state, params)
+        by = correction(b2, new[0].count).sqrt() / correction(b1, new[0].count)
+        return tree_map(lambda u: times(by, u), updates), new
+
+    return GradientTransformation(plain.init, update)
+
+
+def lars(
+    learning_rate: NumberOrSchedule, weight_decay: NumberOrSchedule = 0.0, weight_decay_mask: Mask = True,
+    trust_coefficient: Number = 0.001, eps: Number = 0.0, trust_ratio_mask: Mask = True, momentum: Number = 0.9,
+    nesterov: bool = False,
+) -> GradientTransformation:
+    """LARS: gradient descent with momentum whose steps are in proportion to each leaf's norm.
+
+        u = g + weight_decay p
+        t = momentum t - learning_rate trust_coefficient norm(p) / (norm(u) + eps) u
+        p + t
+
+    Args:
+        learning_rate: a number or a schedule.
+        weight_decay, weight_decay_mask: as for `add_decayed_weights`.
+        trust_coefficient, eps: as for `scale_by_trust_ratio`.
+        trust_ratio_mask: which leaves are scaled by it, as for `masked`.
+        momentum, nesterov: as for `trace`.
+
+    Cost: one number kept for each parameter, and two numbers a leaf summed over each mesh axis.
+
+    Source: You et al., arXiv 1708.03888.
+
+    >>> opt = lars(1., trust_coefficient=.5)
+    >>> params = torch.tensor([3., 4.])
+    >>> opt.update(torch.tensor([6., 8.]), opt.init(params), params)[0]
+    tensor([-1.5000, -2.0000])
+    """
+    return chain(
+        add_decayed_weights(weight_decay, weight_decay_mask),
+        masked(scale_by_trust_ratio(trust_coefficient=trust_coefficient, eps=eps), trust_ratio_mask),
+        scale_by_learning_rate(learning_rate), trace(momentum, nesterov),
+    )
+
+
+def fromage(learning_rate: NumberOrSchedule, min_norm: Number = 1e-6) -> GradientTransformation:
+    """Fromage: steps of a fixed angle in each leaf.
+
+        (p - learning_rate norm(p) / norm(g) g) / sqrt(1 + learning_rate^2)
+
+    Args:
+        learning_rate: a number or a schedule.
+        min_norm: the least norm that counts.
+
+    Cost: nothing kept but a schedule's count, and two numbers a leaf summed over each mesh axis.
+
+    Source: Bernstein et al., arXiv 2002.03432.
+
+    >>> opt = fromage(.75)
+    >>> params = torch.tensor([3., 4.])
+    >>> opt.update(torch.tensor([6., 8.]), opt.init(params), params)[0]
+    tensor([-2.4000, -3.2000])
+    """
+    shrink = lambda lr: 1 / (1 + lr**2) ** 0.5
+    if callable(learning_rate):
+        rate, decay = (lambda c: shrink(learning_rate(c)) * learning_rate(c)), (lambda c: shrink(learning_rate(c)) - 1)
+    else:
+        rate, decay = learning_rate * shrink(learning_rate), shrink(learning_rate) - 1
+    return chain(scale_by_trust_ratio(min_norm), scale_by_learning_rate(rate), add_decayed_weights(decay))

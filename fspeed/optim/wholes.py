@@ -1,0 +1,81 @@
+"""Computing on whole leaves, wherever they are stored: gathered, transformed, and one's own part kept."""
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspeed.optim.leaves import inside, numbers
+from fspeed.shard.piece import Flat, Piece, pack
+from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from fspeed.tree import Groups, gathered
+
+
+def on_whole(f: Callable[..., Any], values: list, tree: Any, *states: Any) -> tuple[Any, ...]:
+    """f(values[i], x, *s) -> (new x, *new s) on every whole leaf i; x of a tree as it is stored, s of trees of whole leaves.
+
+    Returns:
+        The tree, stored as it was, and the trees of whole leaves.
+
+    Cost: (N-1)/N of the tree's bytes sent by each rank where it lies in flat shards, one all-gather a buffer, and one whole group
+        at a time beside it. Every rank computes every leaf.
+
+    >>> on_whole(lambda v, x, s: (v * x, s + 1), [2, 3], {"a": torch.ones(1), "b": torch.ones(1)}, {"a": 0, "b": 1})
+    ({'a': tensor([2.]), 'b': tensor([3.])}, {'a': 1, 'b': 2})
+    """
+    if not isinstance(tree, Groups):
+        return _on_group(f, values, tree, *states)
+    by_group = iter(numbers(tree))
+    rows = tree.map(lambda name, *group: _on_group(f, [values[i] for i in next(by_group)], *group), *states)
+    return tuple(rows.map(lambda name, row, i=i: row[i]) for i in range(1 + len(states)))
+
+
+def _on_group(f: Callable[..., Any], values: list, group: Any, *states: Any) -> tuple[Any, ...]:
+    leaves, spec = tree_flatten(_gathered(group))
+    specs = [spec, *(tree_flatten(s)[1] for s in states)]
+    rows = [f(*row) for row in zip(values, leaves, *map(tree_leaves, states), strict=True)]
+    out, *new = zip(*rows, strict=True) if rows else [()] * len(specs)
+    return placed_like(group, iter(out)), *map(tree_unflatten, specs[1:], new)
+
+
+def _gathered(group: Any) -> Any:
+    whole = gathered(group)
+    for x in tree_leaves(whole, is_leaf=lambda x: isinstance(x, Piece)):
+        if isinstance(x, Piece):
+            raise ValueError(f"this optimizer needs whole leaves, but one is kept in slices over axis {x.axis.name!r}")
+    return whole
+
+
+def placed_like(stored: Any, leaves: Iterator[Tensor]) -> Any:
+    """Whole leaves, each rank's own part of them, as a group is stored; no communication."""
+    nodes, spec = tree_flatten(stored, is_leaf=lambda x: isinstance(x, Piece))
+    return tree_unflatten(spec, [_own_part(n, leaves) if isinstance(n, Piece) else next(leaves) for n in nodes])
+
+
+def _own_part(piece: Piece, leaves: Iterator[Tensor]) -> Piece:
+    layout, n = piece.layout, piece.axis.size
+    given = iter(tree_leaves(placed_like(inside(piece), leaves)))
+    members = [None if layout.buckets[at].frozen else next(given) for at in layout.place]
+    value = []
+    for i, bucket in enumerate(layout.buckets):
+        mine = [x for x, at in zip(members, layout.place, strict=True) if at == i and x is not None]
+        value.append(None if bucket.frozen else pack(mine, bucket, n).view(n, -1)[piece.axis.rank].clone())
+    return Piece(tuple(value), piece.axis, piece.holders, layout)
+
+
+def outline(tree: Any) -> Any:
+    """A tree with meta tensors for its whole leaves, without communication; of `Groups`, `Groups` of whole leaves."""
+    if isinstance(tree, Groups):
+        return tree.map(lambda name, group: outline(group))
+    is_flat = lambda x: isinstance(x, Piece) and isinstance(x.layout, Flat)
+    if not any(map(is_flat, tree_leaves(tree, is_leaf=is_flat))):
+        return tree_map(lambda x: x.to("meta"), tree)
+    return outline(tree_map(lambda x: _outlined(x) if is_flat(x) else x, tree, is_leaf=is_flat))
+
+
+def _outlined(piece: Piece) -> Any:
+    layout = piece.layout
+    return tree_unflatten(layout.spec, [
+        None if layout.buckets[at].frozen else torch.empty(shape, dtype=layout.buckets[at].dtype, device="meta")
+        for at, shape in zip(layout.place, layout.shapes, strict=True)
+    ])
