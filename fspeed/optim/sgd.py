@@ -86,4 +86,5 @@ def sgd(
             )
         return params, (state[0], rate)
 
-    return in_one_pass(plain, fused) if accumulator_dtype is None and fixed(decay) else plain
+    fits = accumulator_dtype is None and fixed(decay) and momentum != 0        # at 0 torch's kernel takes no traces
+    return in_one_pass(plain, fused) if fits else plain

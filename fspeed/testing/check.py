@@ -89,7 +89,8 @@ def trajectory(stack: Sequence[str], split: Sequence[int], more: dict | None, pr
         assert_stable(before, after)
         metrics.append({k: v for k, v in m.items() if k != "skipped"})
         state = after
-    return {"metrics": metrics, "params": step.params(state), "opt_state": whole(state.opt_state), "step": state.step}
+    kept = {"opt_state": whole(state.opt_state), "extra": whole(state.extra), "step": state.step}
+    return {"metrics": metrics, "params": step.params(state), **kept}
 
 
 def assert_close(got: Any, expected: Any, tolerance: float, where: str) -> None:
