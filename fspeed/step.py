@@ -18,7 +18,7 @@ from fspeed.loss import BUFFERS, new_buffers
 from fspeed.opened import At, Opened, View, through
 from fspeed.shard.collectives import all_gather, psum
 from fspeed.shard.mesh import Axis
-from fspeed.shard.piece import Absent, only_live, replace_live
+from fspeed.shard.piece import only_live, replace_live
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_paths
 from fspeed.tree import Groups, Place, chooser, cut, whole
 
@@ -295,10 +295,13 @@ def once_a_step(view: View) -> Callable[[Grads], Grads]:
     """
     def wrap(inner: Grads) -> Grads:
         def run(loss: Opened, state: State, batch: Batch):
-            pulls, usable = {}, {}
-            for name, group in state.params.items():
-                usable[name], pulls[name] = (group, None) if isinstance(group, Absent) else through((*loss.views, view), name, group)
-            metrics, grads = inner(replace(loss, views=()), state._replace(params=state.params.replace(usable.values())), batch)
+            pulls: dict[str, Callable[[Any], Any]] = {}
+
+            def use(name: str, group: Any) -> Any:
+                usable, pulls[name] = through((*loss.views, view), name, group)
+                return usable
+
+            metrics, grads = inner(replace(loss, views=()), state._replace(params=state.params.map(use)), batch)
             return metrics, None if grads is None else grads.map(lambda name, g: pulls[name](g))
 
         return run

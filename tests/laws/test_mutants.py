@@ -8,7 +8,7 @@ import torch
 
 from fspeed import optim, random
 from fspeed.opened import Opened
-from fspeed.shard import piece, wire
+from fspeed.shard import piece
 from fspeed.shard.pytree import tree_map
 from fspeed.step import Step, outside
 from fspeed.testing import check_stack, ranks
