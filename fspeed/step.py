@@ -68,7 +68,7 @@ def value_and_grad(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, A
 
 
 def value_only(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, None]:
-    """In place of `value_and_grad`, when only the metrics are wanted: nothing is kept for backward, unless somebody outside asks."""
+    """In place of `value_and_grad`, when only metrics are wanted: nothing is kept for backward, unless somebody outside asks."""
     closed = [x for _, x in closed_over(loss.loss)]
     with torch.set_grad_enabled(torch.is_grad_enabled() and watched(state, batch, closed)):
         return loss(state, batch), None

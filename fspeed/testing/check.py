@@ -20,7 +20,8 @@ ROWS, STEPS = 7, 3
 
 
 def check_transform(
-    transform: Callable[[Step], Step], *, ranks: int = 2, examples: int = 20, tolerance: float = 2e-5, problem: Problem | None = None
+    transform: Callable[[Step], Step], *, ranks: int = 2, examples: int = 20, tolerance: float = 2e-5,
+    problem: Problem | None = None,
 ) -> None:
     """Prove a transform: it is pure and stable, and in every stack of fspeed's own, at every place, it gives one answer.
 
