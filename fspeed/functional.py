@@ -101,7 +101,8 @@ class Hole(nn.Module):
 
     def __init__(self, index: int):
         super().__init__()
-        self.index, self.run = index, None
+        self.index = index
+        self.run: Callable[[int, tuple, dict], Any]
 
     def forward(self, *args, **kwargs):
         return self.run(self.index, args, kwargs)
@@ -159,7 +160,8 @@ class Drawn(TorchFunctionMode):
 
     def __init__(self, key: Any):
         super().__init__()
-        self.key, self.draws, self.written = key, 0, []
+        self.key, self.draws = key, 0
+        self.written: list[Any] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

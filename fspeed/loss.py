@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fspeed.shard.piece import is_gone
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_structure
 
 BUFFERS = "buffers"
@@ -47,12 +48,13 @@ def mean(values: Tensor, mask: Tensor | None = None) -> Loss:
     if mask is None:
         return Loss(values.sum(), torch.full((), values.numel(), dtype=dtype, device=values.device))
     if mask.shape != values.shape:
-        raise ValueError(f"fs.mean: values have shape {tuple(values.shape)}, the mask {tuple(mask.shape)}; give them the same shape")
+        shapes = f"values have shape {tuple(values.shape)}, the mask {tuple(mask.shape)}"
+        raise ValueError(f"fs.mean: {shapes}; give them the same shape")
     mask = mask.to(dtype)
     return Loss(torch.where(mask == 0, 0, values * mask).sum(), mask.sum())
 
 
-def as_metrics(out: Any, rows: Tensor, buffers: Any = None) -> dict[str, Any]:
+def as_metrics(out: Any, rows: Tensor, buffers: Any = ()) -> dict[str, Any]:
     """What a loss returned, as {"loss": Loss, name: Loss, ...}; new buffers as {"buffers": {place among the leaves: Loss}}.
 
     A bare scalar counts as the mean over its rows, a new buffer as the mean over the parts of the batch, weighted by rows.
@@ -60,7 +62,7 @@ def as_metrics(out: Any, rows: Tensor, buffers: Any = None) -> dict[str, Any]:
     loss, more, new = _parts(out)
     count = torch.full((), len(rows), dtype=torch.float32, device=rows.device)
     found = {name: _as_loss(name, x, count) for name, x in {"loss": loss, **more}.items()}
-    if buffers is None:
+    if is_gone(buffers):
         return found
     if tree_structure(new) != tree_structure(buffers):
         raise TypeError(

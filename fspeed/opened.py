@@ -9,22 +9,23 @@ A *wrapper* `wrap(fn, at)` goes round every opened layer, outside all views.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fspeed.grad import in_torch_func, vjp
-from fspeed.layer import Handle, each
+from fspeed.layer import Handle
 from fspeed.loss import as_metrics
 from fspeed.random import Key, fold_in
-from fspeed.shard.piece import live, live_form, replace_live, thaw
+from fspeed.shard.piece import is_gone, live, live_form, replace_live, thaw
 from fspeed.tree import ROOT, join
 
 View = Callable[[str, Any], tuple[Any, Callable[[Any], Any]]]
 
 
-class At(NamedTuple):
+@dataclass(frozen=True)
+class At:
     """Where a layer stands and when: the same on every rank, in every microbatch and in recompute."""
     names: Any                          # its path, or a tuple of several
     index: int                          # among all layers
@@ -87,7 +88,7 @@ class Opened:
         open = self.opener(state, key)
         usable = {n: see(self.views, n, g) if n == ROOT else Handle(n, g, open) for n, g in state.params.items()}
         params = join(state.params.skeleton, usable)
-        buffers = () if state.buffers is None else (state.buffers,)
+        buffers = () if is_gone(state.buffers) else (state.buffers,)
         return as_metrics(self.loss(params, self.prepare(batch.data), key, *buffers), batch.rows, state.buffers)
 
 

@@ -18,7 +18,7 @@ from fspeed.loss import BUFFERS, new_buffers
 from fspeed.opened import At, Opened, View, through
 from fspeed.shard.collectives import all_gather, psum
 from fspeed.shard.mesh import Axis
-from fspeed.shard.piece import Absent, only_live, replace_live
+from fspeed.shard.piece import only_live, replace_live
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_paths
 from fspeed.tree import Groups, Place, chooser, cut, whole
 
@@ -34,7 +34,7 @@ class State(NamedTuple):
         step: how often the step was called: int64.
         params: parameters as they are stored, `Groups`; `step.params(state)` gives the plain tree.
         opt_state: the bare optimizer's state, whatever the stack.
-        buffers: what a loss updates beside gradients, or None.
+        buffers: what a loss updates beside gradients; `()` for none.
         key: int32 (2,), constant; each call folds `step` into it.
         extra: what transforms remember, by name.
     """
@@ -68,8 +68,9 @@ def value_and_grad(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, A
 
 
 def value_only(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, None]:
-    """In place of `value_and_grad`, when only the metrics are wanted."""
-    with torch.no_grad():
+    """In place of `value_and_grad`, when only metrics are wanted: nothing is kept for backward, unless somebody outside asks."""
+    closed = [x for _, x in closed_over(loss.loss)]
+    with torch.set_grad_enabled(torch.is_grad_enabled() and watched(state, batch, closed)):
         return loss(state, batch), None
 
 
@@ -102,7 +103,7 @@ class Step:
     update: Callable[[Update], Update] = lambda apply: apply
     own: Callable[[Any], Any] = lambda tree: tree_map(torch.clone, tree)
 
-    def init(self, params: Any, key: Tensor | None = None, buffers: Any = None) -> State:
+    def init(self, params: Any, key: Tensor | None = None, buffers: Any = ()) -> State:
         """The first state.
 
         Args:
@@ -294,10 +295,13 @@ def once_a_step(view: View) -> Callable[[Grads], Grads]:
     """
     def wrap(inner: Grads) -> Grads:
         def run(loss: Opened, state: State, batch: Batch):
-            pulls, usable = {}, {}
-            for name, group in state.params.items():
-                usable[name], pulls[name] = (group, None) if isinstance(group, Absent) else through((*loss.views, view), name, group)
-            metrics, grads = inner(replace(loss, views=()), state._replace(params=state.params.replace(usable.values())), batch)
+            pulls: dict[str, Callable[[Any], Any]] = {}
+
+            def use(name: str, group: Any) -> Any:
+                usable, pulls[name] = through((*loss.views, view), name, group)
+                return usable
+
+            metrics, grads = inner(replace(loss, views=()), state._replace(params=state.params.map(use)), batch)
             return metrics, None if grads is None else grads.map(lambda name, g: pulls[name](g))
 
         return run

@@ -144,7 +144,7 @@ def cut(
     is_top = lambda x: id(x) in first
     tops, spec = tree_flatten(params, is_leaf=is_top)
     root: dict[str, Any] = {}
-    slots = []
+    slots: list[tuple[str, str | None]] = []
     for x, path in zip(tops, tree_paths(params, is_leaf=is_top), strict=True):
         if is_top(x):
             slots.append((first[id(x)], None))
@@ -154,7 +154,7 @@ def cut(
     _refuse_ties({ROOT: root, **layers})
 
     stored, specs, leaves = [], [], []
-    groups = {**({ROOT: root} if root else {}), **{path: layers[path] for path in dict.fromkeys(first[id(t)] for t in layers.values())}}
+    groups = {**({ROOT: root} if root else {}), **{path: t for path, t in layers.items() if first[id(t)] == path}}
     for name, group in groups.items():
         prefix = "" if name == ROOT else name
         made, info = _made(group, prefix, trainable)
@@ -240,7 +240,7 @@ def whole(tree: Any) -> Any:
         tree: any pytree; what is no `Groups` stays as it is.
 
     Returns:
-        The same tree with plain trees in place of `Groups`; None where a gradient or moment of a frozen leaf would be.
+        The same tree with plain trees in place of `Groups`; `()` where a gradient or moment of a frozen leaf would be.
 
     Cost: one all-gather a buffer; call it on every rank.
 

@@ -84,20 +84,27 @@ def replace_live(tree: Any, values: Iterable) -> Any:
     return tree_unflatten(spec, [x if is_frozen(x) else next(new) for x in leaves])
 
 
+GONE = ()       # in gradients and moments, in the place of a frozen leaf: no leaf to optree, torch and JAX alike, as None is not
+
+
+def is_gone(x: Any) -> bool:
+    return x is None or (type(x) is tuple and not x)
+
+
 def live_form(tree: Any) -> Callable[[Iterable], Any]:
-    """A function from values of the live leaves to a tree like `tree`, with None for what is frozen; it holds no tensor."""
+    """A function from values of the live leaves to a tree like `tree`, with `()` for what is frozen; it holds no tensor."""
     leaves, spec = tree_flatten(tree, is_leaf=is_frozen)
     frozen = [is_frozen(x) for x in leaves]
 
     def form(values: Iterable) -> Any:
         new = iter(values)
-        return tree_unflatten(spec, [None if f else next(new) for f in frozen])
+        return tree_unflatten(spec, [GONE if f else next(new) for f in frozen])
 
     return form
 
 
 def only_live(tree: Any) -> Any:
-    """The tree with None in place of what is frozen: the form of gradients and moments."""
+    """The tree with `()` in place of what is frozen: the form of gradients and moments."""
     return live_form(tree)(live(tree))
 
 
@@ -196,16 +203,16 @@ def pack(leaves: list[Tensor], bucket: Bucket, size: int, dtype: torch.dtype | N
     return torch.cat(flat if dtype is None else [x.to(dtype) for x in flat])
 
 
-def unpack(buffers: Iterable[Tensor | None], layout: Flat) -> Any:
-    """The group whose leaves lie in whole flat buffers, None where a buffer is; views, no copy."""
-    split = []
+def unpack(buffers: Iterable[Any], layout: Flat) -> Any:
+    """The group whose leaves lie in whole flat buffers, `()` where a buffer is; views, no copy."""
+    split: list[Iterator[Any]] = []
     for i, (buffer, bucket) in enumerate(zip(buffers, layout.buckets, strict=True)):
         shapes = _members(list(layout.shapes), layout, i)
-        if buffer is None:
-            split.append(iter([None] * len(shapes)))
+        if is_gone(buffer):
+            split.append(iter([GONE for _ in shapes]))
             continue
         leaves = buffer[: bucket.numel].split([math.prod(s) for s in shapes])
-        views = [x.view(s) for x, s in zip(leaves, shapes, strict=True)]
+        views: list[Any] = [x.view(s) for x, s in zip(leaves, shapes, strict=True)]
         split.append(iter([Frozen(x) for x in views] if bucket.frozen else views))
     return tree_unflatten(layout.spec, [next(split[at]) for at in layout.place])
 
@@ -218,9 +225,9 @@ def gather(piece: Piece) -> Any:
     return unpack([_gathered(x.value if is_frozen(x) else x, piece.axis) for x in piece.value], piece.layout)
 
 
-def _gathered(x: Tensor | None, axis: Axis) -> Tensor | None:
-    if x is None:
-        return None
+def _gathered(x: Any, axis: Axis) -> Any:
+    if is_gone(x):
+        return GONE
     if x.is_complex():
         return torch.view_as_complex(_gathered(torch.view_as_real(x), axis))
     return all_gather(x, axis) if x.numel() else x
@@ -241,7 +248,7 @@ def scatter(grads: Any, piece: Piece, dtype: torch.dtype | None = None) -> Piece
     out = []
     for i, bucket in enumerate(layout.buckets):
         mine = _members(per_leaf, layout, i)
-        out.append(None if bucket.frozen else _scattered(mine, bucket, piece.axis, dtype))
+        out.append(GONE if bucket.frozen else _scattered(mine, bucket, piece.axis, dtype))
     return Piece(tuple(out), piece.axis, 1, layout)
 
 
@@ -289,12 +296,12 @@ def segments(stored: Any, values: Any) -> Iterator[list[Segment]]:
 
 
 def _segments(stored: Any, values: Iterator) -> Iterator[tuple[Any, list[Segment]]]:
-    for node in tree_leaves(stored, is_leaf=lambda x: isinstance(x, (Piece, Frozen)) or x is None):
+    for node in tree_leaves(stored, is_leaf=lambda x: isinstance(x, (Piece, Frozen)) or is_gone(x)):
         if isinstance(node, Piece) and isinstance(node.layout, Flat):
             yield from _flat_segments(node, values)
         elif isinstance(node, Piece):
             yield from _segments(node.value, values)
-        elif node is None or is_frozen(node):
+        elif is_gone(node) or is_frozen(node):
             next(values)
             yield Frozen(None), []
         else:

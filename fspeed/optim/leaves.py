@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fspeed.shard.piece import Absent, Flat, Piece, Segment, Tied, segments
+from fspeed.shard.piece import Absent, Flat, Piece, Segment, Tied, is_gone, segments
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
 from fspeed.tree import Groups, abstract, by_group
 
@@ -67,11 +67,11 @@ def _here(groups: Groups) -> Iterator[tuple[Any, int]]:
 
 def _holders(group: Any, ranks: int) -> Iterator[int | None]:
     """For each leaf of a group, how many of the ranks hold the same of it; 0 if it is frozen, None if it is tied to another."""
-    for node in tree_leaves(group, is_leaf=lambda x: x is None or isinstance(x, (Piece, Tied))):
+    for node in tree_leaves(group, is_leaf=lambda x: is_gone(x) or isinstance(x, (Piece, Tied))):
         if isinstance(node, Piece):
             yield from _holders(inside(node), ranks // node.axis.size * node.holders)
         else:
-            yield None if isinstance(node, Tied) else 0 if node is None else ranks
+            yield None if isinstance(node, Tied) else 0 if is_gone(node) else ranks
 
 
 def inside(piece: Piece) -> Any:

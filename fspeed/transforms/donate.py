@@ -3,6 +3,7 @@ from typing import Any
 
 import torch
 
+from fspeed.grad import watched
 from fspeed.opened import Opened
 from fspeed.shard.pytree import tree_leaves, tree_map
 from fspeed.step import Batch, Grads, State, Step, Update, outside
@@ -40,6 +41,8 @@ def donate(step: Step) -> Step:
 
         def run(grads: Any, state: State):
             new, metrics = inner(grads, state)
+            if watched(grads, state):
+                return new, metrics         # nothing was written over
             fresh = new._replace(params=renamed(new.params), opt_state=renamed(new.opt_state))
             for x in tree_leaves((state.params, state.opt_state)):
                 setattr(x, MARK, True)

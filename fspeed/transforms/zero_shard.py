@@ -3,11 +3,11 @@ from typing import Any
 
 import torch
 
+from fspeed.grad import in_torch_func
 from fspeed.opened import through
 from fspeed.shard.mesh import Mesh
-from fspeed.shard.piece import gather, live_form, live, scatter, shard
-from fspeed.shard.pytree import tree_map
-from fspeed.step import Batch, Grads, State, Step, at_each_use, inside, on_loss, once_a_step, outside, over, placed
+from fspeed.shard.piece import Piece, gather, live, scatter, shard
+from fspeed.step import Batch, Grads, State, Step, at_each_use, inside, once_a_step, outside, over, placed
 from fspeed.transforms._regather import Regathered
 
 
@@ -65,15 +65,15 @@ def zero_shard(step: Step, mesh: Mesh, *, axis: str = "data", stage: int = 3, pe
 def gather_view(dtype: torch.dtype | None):
     """The view that gathers a flat shard, and scatters its gradients in a dtype."""
     def view(name: str, piece):
-        return gather(piece), _home(piece, dtype)
+        return gather(piece), home(piece, dtype)
 
     return view
 
 
-def _home(piece, dtype):
-    form = live_form(piece)
-    empty = type(piece)(None, piece.axis, piece.holders, piece.layout)     # its layout, without its values
-    return lambda grads: scatter(grads, empty, dtype)
+def home(piece: Piece, dtype: torch.dtype | None):
+    """The way home of a gathered group's gradients; it keeps the layout and no value."""
+    layout = Piece((), piece.axis, piece.holders, piece.layout)
+    return lambda grads: scatter(grads, layout, dtype)
 
 
 def on_reduce(wrapper) -> Any:
@@ -86,15 +86,11 @@ def gathered_once(kept) -> Any:
     def wrap(inner: Grads) -> Grads:
         def run(loss, state: State, batch: Batch):
             gather_at_use = gather_view(loss.reduce)
-            whole = {
-                name: through((*loss.views, gather_at_use), name, group)[0]
-                for name, group in state.params.items() if kept(group)
-            }
+            once = () if in_torch_func() else [(n, g) for n, g in state.params.items() if kept(g)]     # else its derivative is lost
+            whole = {name: through((*loss.views, gather_at_use), name, group)[0] for name, group in once}
 
             def view(name: str, piece):
-                if name not in whole:
-                    return gather_at_use(name, piece)
-                return tree_map(torch.Tensor.detach, whole[name]), _home(piece, loss.reduce)
+                return (whole[name], home(piece, loss.reduce)) if name in whole else gather_at_use(name, piece)
 
             return inner(loss.through(view), state, batch)
 

@@ -35,7 +35,8 @@ def tanh_step(optimizer):
         return fs.mean((x @ params["root"].t()) ** 2)
 
     params = {
-        "root": torch.randn(VOCAB, WIDTH), "blocks": [{"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(WIDTH)} for _ in range(DEPTH)]
+        "root": torch.randn(VOCAB, WIDTH),
+        "blocks": [{"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(WIDTH)} for _ in range(DEPTH)],
     }
     return make_step(loss, optimizer, layers="blocks/*"), params
 
@@ -144,7 +145,8 @@ def test_checkpoint_keeps_only_arguments():
 
     bare = make_step(loss, optim.sgd(0.1), layers="blocks/*")
     peaks = {}
-    for name, step in {"bare": bare, "all": fs.checkpoint(bare), "half": fs.checkpoint(bare, where=lambda at: at.index % 2 == 0)}.items():
+    half = fs.checkpoint(bare, where=lambda at: at.index % 2 == 0)
+    for name, step in {"bare": bare, "all": fs.checkpoint(bare), "half": half}.items():
         state, x = step.init(params), torch.randn(rows, width)
         step(state, x)
         peaks[name] = allocated_peak(lambda step=step, state=state, x=x: step(state, x)) / (4 * rows * width)
