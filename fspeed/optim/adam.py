@@ -9,7 +9,7 @@ from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, 
 from fspeed.optim.combine import chain
 from fspeed.optim.decay import add_decayed_weights, decay_now
 from fspeed.optim.fused import fixed, in_one_pass, lists, number, rate_for, rows
-from fspeed.optim.leaves import spread
+from fspeed.optim.leaves import as_function
 from fspeed.optim.masking import Mask
 from fspeed.optim.moments import bias_correction, cast_like, debiased_mean, over_root, update_moment, update_second_moment, zeros
 from fspeed.optim.scale import rate_now, scale_by_learning_rate
@@ -126,11 +126,12 @@ def adamw(
         scale_by_adam(b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov), add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
+    decays = None if mask is None else as_function(mask)
 
     def fused(grads: Any, state: tuple, params: Any) -> tuple[Any, tuple] | None:
         lr, rate = rate_now(learning_rate, state[2])
         wd, decay = decay_now(weight_decay, state[1])
-        moved = _fused(grads, state[0], params, lr, b1, b2, eps, number(wd), mask)
+        moved = _fused(grads, state[0], params, lr, b1, b2, eps, number(wd), decays)
         return moved and (params, (moved, decay, rate))
 
     return in_one_pass(plain, fused) if _fusable(b1, b2, eps, eps_root, mu_dtype, nesterov) else plain
@@ -145,8 +146,7 @@ def _fused(
     grads: Any, state: ScaleByAdamState, params: Any, lr: Any, b1: Any, b2: Any, eps: Any, wd: Any, mask: Mask | None,
 ) -> ScaleByAdamState | None:
     """Write over params and moments; None, and nothing is written, where torch's kernel does not fit."""
-    flags = None if mask is None else spread(mask, params)
-    found = rows(lambda leaf: True if flags is None else flags[leaf.number], params, grads, state.mu, state.nu)
+    found = rows(mask, params, grads, state.mu, state.nu)
     if found is None or not fixed(wd):
         return None
     count = increment(state.count)

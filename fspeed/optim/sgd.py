@@ -74,7 +74,7 @@ def sgd(
 
     def fused(grads: Any, state: tuple, params: Any) -> tuple[Any, tuple] | None:
         lr, next_rate = rate_now(learning_rate, state[1])
-        found = rows(lambda leaf: True, params, grads, *state[0])
+        found = rows(None, params, grads, *state[0])
         done = found is not None and all(_descended(columns, lr, decay, nesterov) for _, columns in lists(found))
         return (params, (state[0], next_rate)) if done else None
 
