@@ -11,7 +11,7 @@ from fspeed.optim.decay import add_decayed_weights, decay_now
 from fspeed.optim.fused import fixed, in_one_pass, lists, number, rate_for, rows
 from fspeed.optim.leaves import as_function
 from fspeed.optim.masking import Mask
-from fspeed.optim.moments import bias_correction, cast_like, debiased_mean, over_root, update_moment, update_second_moment, zeros
+from fspeed.optim.moments import bias_correction, debiased_mean, kept, over_root, update_moment, update_second_moment, zeros
 from fspeed.optim.scale import rate_now, scale_by_learning_rate
 
 
@@ -20,6 +20,11 @@ class ScaleByAdamState(NamedTuple):
     count: Tensor       # type: ignore[assignment]
     mu: Any
     nu: Any
+
+
+def adam_state(params: Any, mu_dtype: torch.dtype | None = None) -> ScaleByAdamState:
+    """The state before the first update."""
+    return ScaleByAdamState(new_count(params), zeros(params, mu_dtype), zeros(params))
 
 
 def scale_by_adam(
@@ -47,19 +52,16 @@ def scale_by_adam(
     >>> opt.update(torch.tensor([2., -.1]), opt.init(torch.zeros(2)))[0]
     tensor([ 1., -1.])
     """
-    def init(params: Any) -> ScaleByAdamState:
-        return ScaleByAdamState(new_count(params), zeros(params, mu_dtype), zeros(params))
-
     def update(updates: Any, state: ScaleByAdamState, params: Any = None) -> tuple[Any, ScaleByAdamState]:
         mu = update_moment(updates, state.mu, b1)
         nu = update_second_moment(updates, state.nu, b2)
         count = increment(state.count)
-        new = ScaleByAdamState(count, cast_like(mu, state.mu), cast_like(nu, state.nu))
+        new = kept(state, mu=mu, nu=nu)._replace(count=count)
         if debias:
             mu, nu = debiased_mean(updates, mu, b1, count, nesterov), bias_correction(nu, b2, count)
         return over_root(updates, mu, nu, eps, eps_root), new
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(lambda params: adam_state(params, mu_dtype), update)
 
 
 def adam(

@@ -22,8 +22,10 @@ QUICKLY = {"xla_backend_optimization_level": 0}
 def default_dtype(dtype):
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
-    yield
-    torch.set_default_dtype(before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def to_jax(tree):
@@ -43,7 +45,7 @@ def form(tree):
 
 def assert_close(got, expected, tolerance, what):
     for a, b in zip(tree_leaves(got), jax.tree.leaves(expected), strict=True):
-        torch.testing.assert_close(a, torch.as_tensor(b.__array__().copy()).to(a.dtype), rtol=tolerance, atol=tolerance, msg=what)
+        torch.testing.assert_close(a, torch.as_tensor(b.__array__().copy()).to(a.dtype), rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}")
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -72,9 +74,9 @@ def test_ten_steps_and_the_state_are_optaxs(name):
             for g in grads:
                 updates, theirs_state = update(to_jax(g), theirs_state, theirs_params)
                 theirs_params = optax.apply_updates(theirs_params, updates)
-            # float64 on both sides; what is left is what either keeps in float32
-            assert_close(ours_params, theirs_params, 1e-6, name)
-            assert_close(ours_state, theirs_state, 1e-6, name)
+            # float64 on both sides, but for optax's schedules, which are float32
+            assert_close(ours_params, theirs_params, 1e-5, name)
+            assert_close(ours_state, theirs_state, 1e-5, name)
 
         law()
 
