@@ -37,6 +37,12 @@ class State(NamedTuple):
         buffers: what a loss updates beside gradients; `()` for none.
         key: int32 (2,), constant; each call folds `step` into it.
         extra: what transforms remember, by name.
+
+    >>> import fspeed as fs
+    >>> step = fs.step(lambda params, batch, key: fs.mean(params["w"] * batch), fs.optim.adam(1e-3))
+    >>> state = step.init({"w": torch.tensor(0.)}, key=fs.random.key(7))
+    >>> state.step, state.key
+    (tensor(0), tensor([0, 7], dtype=torch.int32))
     """
     step: Tensor
     params: Groups
@@ -52,6 +58,13 @@ class Batch(NamedTuple):
     Args:
         data: a pytree of tensors whose first dim is the row.
         rows: int64 (rows,), each row's number in the whole batch; a step numbers them itself when it is given bare data.
+
+    >>> import fspeed as fs
+    >>> step = fs.step(lambda params, batch, key: fs.mean(fs.random.dropout(key, params["w"] * batch, 0.5)), fs.optim.sgd(1.))
+    >>> state, whole = step.init({"w": torch.tensor(1.)}), torch.ones(8)
+    >>> halves = [step(state, fs.Batch(whole[i:i + 4], torch.arange(i, i + 4)))[1]["loss"] for i in (0, 4)]
+    >>> step(state, whole)[1]["loss"] == sum(halves) / 2
+    tensor(True)
     """
     data: Any
     rows: Tensor
@@ -89,6 +102,14 @@ class Step:
         grads, base: the wrapper of, and the innermost, gradient function.
         update: the wrapper of `apply`, which runs the optimizer.
         own: how a step comes to own the parameters and moments that it writes over: a copy, or, donated, as they are.
+
+    >>> import fspeed as fs
+    >>> step = fs.step(lambda params, batch, key: fs.mean((params["w"] - batch) ** 2), fs.optim.sgd(0.25))
+    >>> state = step.init({"w": torch.tensor(0.)})
+    >>> for _ in range(3):
+    ...     state, metrics = step(state, torch.tensor([1., 3.]))
+    >>> metrics["loss"], step.evaluate(state, torch.tensor([1., 3.]))["loss"]
+    (tensor(1.2500), tensor(1.0625))
     """
     loss: Callable
     optimizer: Any
