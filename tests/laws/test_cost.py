@@ -158,7 +158,8 @@ def test_checkpoint_keeps_only_arguments():
 def gather_and_reduce_bytes(order, reduce):
     """Bytes an element of what is gathered, and of what gradients are reduced in."""
     step, params = tanh_step(optim.sgd(1e-3))
-    both = {"bf16": lambda s: fs.mixed_precision(s, torch.bfloat16, reduce=reduce), "zero3": lambda s: fs.zero_shard(s, mesh(data=N))}
+    low = lambda s: fs.mixed_precision(s, torch.bfloat16, reduce=reduce)
+    both = {"bf16": low, "zero3": lambda s: fs.zero_shard(s, mesh(data=N))}
     for name in order:
         step = both[name](step)
     state = step.init(params)
