@@ -1,17 +1,19 @@
-"""Measuring: peers stepped in turn, so that noise hits all alike, and allocated bytes counted, not sampled."""
+"""Measuring: peers stepped in turn, so that noise hits all alike."""
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 
-def interleaved(peers: dict[str, Callable[[int], torch.Tensor]], rounds: int, warmup: int = 2) -> tuple[dict, dict, dict]:
-    """Step all peers in turn: CPU seconds, wall seconds, and losses of each, by round."""
+def interleaved(
+    peers: dict[str, Callable[[int], torch.Tensor]], rounds: int, warmup: int = 2, before: Callable[[], object] = lambda: None
+) -> tuple[dict, dict, dict]:
+    """Step all peers in turn, `before` each: CPU seconds, wall seconds, and losses of each, by round."""
     cpu, wall, losses = ({name: [] for name in peers} for _ in range(3))
     for i in range(warmup + rounds):
         for name, step in peers.items():
+            before()
             c, w = time.process_time(), time.perf_counter()
             loss = step(i)
             c, w = time.process_time() - c, time.perf_counter() - w
@@ -34,15 +36,3 @@ def agree(losses: dict, tolerance: float) -> None:
         worst = max(abs(a - b) / abs(b) for a, b in zip(seen, reference, strict=True))
         if worst > tolerance:
             raise SystemExit(f"losses disagree: {name} is off by {worst:.1e} (relative), more than {tolerance:.0e}: {seen[:4]}...")
-
-
-def allocated_peak(step: Callable[[int], object]) -> float:
-    """The most tensor bytes alive at once during a step beyond those at its start, by the allocator's own events."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        step(0)
-    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
-    alive = peak = 0
-    for e in sorted(events, key=lambda e: e.start_ns()):
-        alive += e.nbytes()
-        peak = max(peak, alive)
-    return float(peak)

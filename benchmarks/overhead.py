@@ -8,7 +8,8 @@ import torch
 
 import fspeed as fs
 from benchmarks import gpt
-from benchmarks.measure import agree, allocated_peak, interleaved, ratio
+from benchmarks.measure import agree, interleaved, ratio
+from fspeed.testing.count import allocated_peak
 
 
 def by_hand(size: gpt.Size):
@@ -48,7 +49,7 @@ def run(quick: bool) -> tuple[list[dict], dict[str, float]]:
         steps = peers(size)
         cpu, _, losses = interleaved(steps, rounds)
         agree(losses, 1e-4)
-        peaks = {name: allocated_peak(step) for name, step in steps.items()}
+        peaks = {name: allocated_peak(lambda step=step: step(0)) for name, step in steps.items()}
         for name in steps:
             rows.append({
                 "what": f"{'tiny' if prefix else '17M'} GPT, {name}", "CPU ms": statistics.median(cpu[name]) * 1e3,

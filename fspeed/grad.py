@@ -89,9 +89,8 @@ def _vjp_watched(f, tree):
     form = live_form(tree)
     outs, pull, aux = torch.func.vjp(flat, *live(tree), has_aux=True)
     new = iter(aux)
-    return (
-        replace_live(box["out"], outs), lambda cotangents: form(pull(tuple(live(cotangents)))), tree_map(lambda _: next(new), box["aux"])
-    )
+    back = lambda cotangents: form(pull(tuple(live(cotangents))))
+    return replace_live(box["out"], outs), back, tree_map(lambda _: next(new), box["aux"])
 
 
 def closed_over(fn: Any, depth: int = 3) -> Iterator[tuple[str, Tensor]]:

@@ -48,7 +48,8 @@ def mean(values: Tensor, mask: Tensor | None = None) -> Loss:
     if mask is None:
         return Loss(values.sum(), torch.full((), values.numel(), dtype=dtype, device=values.device))
     if mask.shape != values.shape:
-        raise ValueError(f"fs.mean: values have shape {tuple(values.shape)}, the mask {tuple(mask.shape)}; give them the same shape")
+        shapes = f"values have shape {tuple(values.shape)}, the mask {tuple(mask.shape)}"
+        raise ValueError(f"fs.mean: {shapes}; give them the same shape")
     mask = mask.to(dtype)
     return Loss(torch.where(mask == 0, 0, values * mask).sum(), mask.sum())
 

@@ -9,13 +9,13 @@ A *wrapper* `wrap(fn, at)` goes round every opened layer, outside all views.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fspeed.grad import in_torch_func, vjp
-from fspeed.layer import Handle, each
+from fspeed.layer import Handle
 from fspeed.loss import as_metrics
 from fspeed.random import Key, fold_in
 from fspeed.shard.piece import is_gone, live, live_form, replace_live, thaw
@@ -24,7 +24,8 @@ from fspeed.tree import ROOT, join
 View = Callable[[str, Any], tuple[Any, Callable[[Any], Any]]]
 
 
-class At(NamedTuple):
+@dataclass(frozen=True)
+class At:
     """Where a layer stands and when: the same on every rank, in every microbatch and in recompute."""
     names: Any                          # its path, or a tuple of several
     index: int                          # among all layers

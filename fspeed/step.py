@@ -18,7 +18,7 @@ from fspeed.loss import BUFFERS, new_buffers
 from fspeed.opened import At, Opened, View, through
 from fspeed.shard.collectives import all_gather, psum
 from fspeed.shard.mesh import Axis
-from fspeed.shard.piece import Absent, only_live, replace_live
+from fspeed.shard.piece import only_live, replace_live
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_paths
 from fspeed.tree import Groups, Place, chooser, cut, whole
 
@@ -37,6 +37,12 @@ class State(NamedTuple):
         buffers: what a loss updates beside gradients; `()` for none.
         key: int32 (2,), constant; each call folds `step` into it.
         extra: what transforms remember, by name.
+
+    >>> import fspeed as fs
+    >>> step = fs.step(lambda params, batch, key: fs.mean(params["w"] * batch), fs.optim.adam(1e-3))
+    >>> state = step.init({"w": torch.tensor(0.)}, key=fs.random.key(7))
+    >>> state.step, state.key
+    (tensor(0), tensor([0, 7], dtype=torch.int32))
     """
     step: Tensor
     params: Groups
@@ -52,6 +58,13 @@ class Batch(NamedTuple):
     Args:
         data: a pytree of tensors whose first dim is the row.
         rows: int64 (rows,), each row's number in the whole batch; a step numbers them itself when it is given bare data.
+
+    >>> import fspeed as fs
+    >>> step = fs.step(lambda params, batch, key: fs.mean(fs.random.dropout(key, params["w"] * batch, 0.5)), fs.optim.sgd(1.))
+    >>> state, whole = step.init({"w": torch.tensor(1.)}), torch.ones(8)
+    >>> halves = [step(state, fs.Batch(whole[i:i + 4], torch.arange(i, i + 4)))[1]["loss"] for i in (0, 4)]
+    >>> step(state, whole)[1]["loss"] == sum(halves) / 2
+    tensor(True)
     """
     data: Any
     rows: Tensor
@@ -68,8 +81,9 @@ def value_and_grad(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, A
 
 
 def value_only(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, None]:
-    """In place of `value_and_grad`, when only the metrics are wanted."""
-    with torch.no_grad():
+    """In place of `value_and_grad`, when only metrics are wanted: nothing is kept for backward, unless somebody outside asks."""
+    closed = [x for _, x in closed_over(loss.loss)]
+    with torch.set_grad_enabled(torch.is_grad_enabled() and watched(state, batch, closed)):
         return loss(state, batch), None
 
 
@@ -88,6 +102,14 @@ class Step:
         grads, base: the wrapper of, and the innermost, gradient function.
         update: the wrapper of `apply`, which runs the optimizer.
         own: how a step comes to own the parameters and moments that it writes over: a copy, or, donated, as they are.
+
+    >>> import fspeed as fs
+    >>> step = fs.step(lambda params, batch, key: fs.mean((params["w"] - batch) ** 2), fs.optim.sgd(0.25))
+    >>> state = step.init({"w": torch.tensor(0.)})
+    >>> for _ in range(3):
+    ...     state, metrics = step(state, torch.tensor([1., 3.]))
+    >>> metrics["loss"], step.evaluate(state, torch.tensor([1., 3.]))["loss"]
+    (tensor(1.2500), tensor(1.0625))
     """
     loss: Callable
     optimizer: Any
@@ -294,10 +316,13 @@ def once_a_step(view: View) -> Callable[[Grads], Grads]:
     """
     def wrap(inner: Grads) -> Grads:
         def run(loss: Opened, state: State, batch: Batch):
-            pulls, usable = {}, {}
-            for name, group in state.params.items():
-                usable[name], pulls[name] = (group, None) if isinstance(group, Absent) else through((*loss.views, view), name, group)
-            metrics, grads = inner(replace(loss, views=()), state._replace(params=state.params.replace(usable.values())), batch)
+            pulls: dict[str, Callable[[Any], Any]] = {}
+
+            def use(name: str, group: Any) -> Any:
+                usable, pulls[name] = through((*loss.views, view), name, group)
+                return usable
+
+            metrics, grads = inner(replace(loss, views=()), state._replace(params=state.params.map(use)), batch)
             return metrics, None if grads is None else grads.map(lambda name, g: pulls[name](g))
 
         return run

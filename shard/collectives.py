@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .linear import linear
 from .mesh import Axis
-from .wire import start_all_gather, start_all_to_all, start_exchange, start_pmax, start_psum, start_reduce_scatter
+from .wire import agree, start_all_gather, start_all_to_all, start_exchange, start_pmax, start_psum, start_reduce_scatter
 
 
 def psum(x: Tensor, axis: Axis) -> Tensor:
@@ -206,12 +206,12 @@ def gather_dim(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def scatter_dim(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    parts = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0)
+    parts = x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).movedim(dim, 0)
     return start_reduce_scatter(parts, axis).wait().squeeze(0)
 
 
 def exchange_dims(x: Tensor, axis: Axis, split: int, concat: int) -> Tensor:
-    parts = x.unflatten(split, (axis.size, -1)).movedim(split, 0)
+    parts = x.unflatten(split, (axis.size, x.shape[split] // axis.size)).movedim(split, 0)
     return start_all_to_all(parts, axis).wait().movedim(0, concat).flatten(concat, concat + 1)
 
 
@@ -221,6 +221,7 @@ def permuted(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> Tensor:
     receive = [count * ((rank, axis.rank) in perm) for rank in range(axis.size)]
     if axis.size == 1:
         return x.clone() if perm else torch.zeros_like(x)
+    agree(f"ppermute {list(perm)}", x, axis)
     arrived = start_exchange("ppermute", x.reshape(-1)[: sum(send)], axis, send, receive).wait()
     return arrived.view(x.shape) if sum(receive) == count else torch.zeros_like(x)
 

@@ -1,6 +1,7 @@
 """A mesh: the ranks as a grid, whose axes have names. All that a collective needs to know of an axis is one small record."""
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -8,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .launch import detect
 
 
 @dataclass(frozen=True)
@@ -76,17 +79,17 @@ def mesh(**sizes: int) -> Mesh:
         sizes: the size of each axis, in order, the most significant first; one may be -1 and is worked out.
 
     Returns: the Mesh, with this rank's place in it.
-    Raises: ValueError if the sizes are not positive or do not multiply to the number of ranks.
+    Raises: ValueError if the sizes are not positive or do not multiply to the number of ranks; RuntimeError if a launcher started
+        several ranks and `init_distributed` was not called.
     Cost: a rendezvous through the store for each group made; call it once.
 
     >>> m = mesh(data=-1, model=1)
-    >>> print(m, m.axis("data").size, m.device)
-    mesh(data=1, model=1) 1 cpu
+    >>> print(m, m.axis("data").size)
+    mesh(data=1, model=1) 1
 
     Source: `jax.make_mesh`, over `torch.distributed.device_mesh`.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    sizes = infer_sizes(sizes, world)
+    sizes = infer_sizes(sizes, world_size())
     device = group_device()
     longer = {name: size for name, size in sizes.items() if size > 1}
     device_mesh = init_device_mesh(device, tuple(longer.values()), mesh_dim_names=tuple(longer)) if longer else None
@@ -137,6 +140,15 @@ def axis_of(name: str, dim: int, group: ProcessGroup | None) -> Axis:
     return Axis(name, dim, rank, dist.get_world_size(group), group.group_name)
 
 
+def world_size() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    launch = detect(os.environ)
+    if launch.world_size > 1:
+        raise RuntimeError(f"this process is {launch}, but has not joined the others: call init_distributed() first")
+    return 1
+
+
 def infer_sizes(sizes: dict[str, int], world: int) -> dict[str, int]:
     """The sizes with the -1 worked out, which multiply to world."""
     text = f"mesh({shape_text(sizes)})"
@@ -147,8 +159,7 @@ def infer_sizes(sizes: dict[str, int], world: int) -> dict[str, int]:
     if open_names and world % known == 0:
         return {**sizes, open_names[0]: world // known}
     if open_names or known != world:
-        hint = "" if dist.is_initialized() else " (init_distributed was not called, so there is one)"
-        raise ValueError(f"{text} has {'a multiple of ' if open_names else ''}{known} ranks, but this run has {world}{hint}")
+        raise ValueError(f"{text} has {'a multiple of ' if open_names else ''}{known} ranks, but this run has {world}")
     return sizes
 
 

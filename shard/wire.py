@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .mesh import Axis
 
@@ -20,7 +22,7 @@ CARRIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.in
 
 
 class CollectiveError(RuntimeError):
-    """A collective did not complete: a peer died, came too late, or called something else. Its group is not usable any more."""
+    """A collective did not complete: a peer died, came too late, or called something else. Its axis cannot be used again."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,20 @@ def named_failure(operation: str, axis: Axis) -> Iterator[None]:
         raise CollectiveError(f"{where}: {str(error).splitlines()[0]}") from error
 
 
+def agree(operation: str, x: Tensor, axis: Axis) -> None:
+    """With torch's debug level above OFF: raise CollectiveError unless all ranks of the axis are about to call the same."""
+    if dist.get_debug_level() == dist.DebugLevel.OFF or is_in_torch_dispatch_mode():
+        return
+    text = f"{operation} of {x.dtype} {tuple(x.shape)}"
+    mine = torch.tensor(list(text.encode()[:128].ljust(128)), dtype=torch.uint8, device=x.device)
+    with named_failure(operation, axis):
+        said = c10d.wait_tensor(c10d.all_gather_into_tensor(mine, axis.size, axis.group)).view(axis.size, 128).tolist()
+    calls = [bytes(row).decode().rstrip() for row in said]
+    if len(set(calls)) > 1:
+        lines = "\n".join(f"  rank {rank}: {call}" for rank, call in enumerate(calls))
+        raise CollectiveError(f"the ranks of axis {axis.name!r} made different calls, and none was started:\n{lines}")
+
+
 def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     """Start to gather: result = concat over ranks r of x_r along dim 0.
 
@@ -70,6 +86,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
         raise ValueError("all_gather concatenates along a dim, and a scalar has none; reshape it to (1,)")
     if axis.size == 1:
         return Pending("all_gather", axis, lambda: x)
+    agree("all_gather", x, axis)
     with named_failure("all_gather", axis):
         sent = c10d.all_gather_into_tensor(as_carried(x), axis.size, axis.group)
     shape, dtype = (axis.size * x.shape[0], *x.shape[1:]), x.dtype
@@ -95,6 +112,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
         raise ValueError(f"reduce_scatter: {axis.size} ranks cannot share dim 0 of {tuple(x.shape)} evenly")
     if axis.size == 1:
         return Pending("reduce_scatter", axis, lambda: x)
+    agree("reduce_scatter", x, axis)
     if x.is_cuda:
         with named_failure("reduce_scatter", axis):
             sent = c10d.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.group)
@@ -118,6 +136,7 @@ def start_psum(x: Tensor, axis: Axis) -> Pending:
     """
     if axis.size == 1:
         return Pending("psum", axis, lambda: x)
+    agree("psum", x, axis)
     if x.is_cuda or (axis.size == 2 and x.dtype in CARRIED):
         return start_all_reduce("psum", x, axis, "sum")
     return all_combined("psum", x, axis, sum_by_rank)
@@ -133,6 +152,7 @@ def start_pmax(x: Tensor, axis: Axis) -> Pending:
     """
     if axis.size == 1:
         return Pending("pmax", axis, lambda: x)
+    agree("pmax", x, axis)
     return start_all_reduce("pmax", x, axis, "max") if x.is_cuda else all_combined("pmax", x, axis, lambda parts: parts.amax(0))
 
 
@@ -151,6 +171,7 @@ def start_all_to_all(x: Tensor, axis: Axis) -> Pending:
     """
     if axis.size == 1:
         return Pending("all_to_all", axis, lambda: x)
+    agree("all_to_all", x, axis)
     counts = [x.numel() // axis.size] * axis.size
     pending = start_exchange("all_to_all", x.reshape(-1), axis, counts, counts)
     return Pending("all_to_all", axis, lambda: pending.wait().view(x.shape))

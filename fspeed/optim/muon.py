@@ -111,7 +111,7 @@ def scale_by_muon(
     """
     if preconditioning not in PRECONDITIONINGS:
         raise ValueError(f"scale_by_muon: preconditioning must be one of {PRECONDITIONINGS}, got {preconditioning!r}")
-    coeffs = torch.tensor(ns_coeffs, dtype=torch.float32)
+    coeffs = torch.tensor(ns_coeffs)
     if coeffs.dim() > 2 or coeffs.shape[-1] != 3 or (coeffs.dim() == 2 and len(coeffs) > ns_steps):
         raise ValueError(f"scale_by_muon: ns_coeffs must be 3, or at most ns_steps={ns_steps} rows of 3, got {tuple(coeffs.shape)}")
 

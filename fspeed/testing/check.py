@@ -20,7 +20,8 @@ ROWS, STEPS = 7, 3
 
 
 def check_transform(
-    transform: Callable[[Step], Step], *, ranks: int = 2, examples: int = 20, tolerance: float = 2e-5, problem: Problem | None = None
+    transform: Callable[[Step], Step], *, ranks: int = 2, examples: int = 20, tolerance: float = 2e-5,
+    problem: Problem | None = None,
 ) -> None:
     """Prove a transform: it is pure and stable, and in every stack of fspeed's own, at every place, it gives one answer.
 
@@ -89,7 +90,8 @@ def trajectory(stack: Sequence[str], split: Sequence[int], more: dict | None, pr
         assert_stable(before, after)
         metrics.append({k: v for k, v in m.items() if k != "skipped"})
         state = after
-    return {"metrics": metrics, "params": step.params(state), "opt_state": whole(state.opt_state), "step": state.step}
+    kept = {"opt_state": whole(state.opt_state), "extra": whole(state.extra), "step": state.step}
+    return {"metrics": metrics, "params": step.params(state), **kept}
 
 
 def assert_close(got: Any, expected: Any, tolerance: float, where: str) -> None:

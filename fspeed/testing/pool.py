@@ -30,7 +30,6 @@ import torch.distributed as dist
 from fspeed.shard.mesh import Mesh
 from fspeed.shard.mesh import mesh as make_mesh
 
-
 # functions that travel by value may name torch.ops, whose modules have types of their own
 copyreg.pickle(type(torch.ops), lambda ops: (getattr, (torch, "ops")))  # type: ignore[arg-type]
 copyreg.pickle(type(torch.ops.aten), lambda ops: (getattr, (torch.ops, ops.name)))  # type: ignore[arg-type]

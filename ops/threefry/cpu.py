@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from .reference import PARITY, ROTATIONS, threefry2x32
 
@@ -20,19 +21,30 @@ def pairs(key: Tensor, start: int | Tensor, n: int) -> Tensor:
     size = (*shape(start, n), 2)
     if math.prod(size) <= 2 * FEW:                     # a step's keys: without the buffers 8 us, not 13
         return torch.from_numpy(few(key, start, n).view(np.int32).reshape(size))
-    return draw(interleave, key, start, n, torch.empty(size, dtype=torch.int32, device="cpu"))
+    return draw(interleave, key, start, n, np.empty(size, np.int32))
 
 
 def bits(key: Tensor, start: int | Tensor, n: int) -> Tensor:
-    return draw(exclusive_or, key, start, n, torch.empty(shape(start, n), dtype=torch.int32, device="cpu"))
+    return draw(exclusive_or, key, start, n, np.empty(shape(start, n), np.int32))
 
 
 def uniform(key: Tensor, start: int | Tensor, n: int) -> Tensor:
-    return draw(fraction, key, start, n, torch.empty(shape(start, n), dtype=torch.float32, device="cpu"))
+    return draw(fraction, key, start, n, np.empty(shape(start, n), np.float32))
 
 
 def shape(start: int | Tensor, n: int) -> tuple[int, ...]:
     return (*start.shape, n) if isinstance(start, Tensor) else (n,)
+
+
+def draw(finish: Callable[[Words, Words, NDArray], None], key: Tensor, start: int | Tensor, n: int, out: NDArray) -> Tensor:
+    """out, after finish(x0, x1, its part of out) for block after block of counters. In numpy: torch.func wraps what torch makes."""
+    draws, done = math.prod(shape(start, n)), 0
+    if draws:
+        flat, width = out.reshape(-1), out.size // draws
+        for x0, x1 in [few(key, start, n).T] if draws <= FEW else blocks(key, start, n):
+            finish(x0, x1, flat[done * width : (done + len(x0)) * width])
+            done += len(x0)
+    return torch.from_numpy(out)
 
 
 def interleave(x0: Words, x1: Words, out: NDArray) -> None:
@@ -50,30 +62,25 @@ def fraction(x0: Words, x1: Words, out: NDArray) -> None:
     np.multiply(out, np.float32(2**-23), out)
 
 
-def draw(finish: Callable[[Words, Words, NDArray], None], key: Tensor, start: int | Tensor, n: int, out: Tensor) -> Tensor:
-    """out, after finish(x0, x1, its part of out) for block after block of counters."""
-    draws, done = math.prod(shape(start, n)), 0
-    if draws == 0:
-        return out
-    flat, width = out.numpy().reshape(-1), out.numel() // draws
-    for x0, x1 in [few(key, start, n).T] if draws <= FEW else blocks(key, start, n):
-        finish(x0, x1, flat[done * width : (done + len(x0)) * width])
-        done += len(x0)
-    return out
-
-
 def few(key: Tensor, start: int | Tensor, n: int) -> Words:
     """All words (draws, 2), hashed in Python integers."""
     k0, k1 = key.tolist()
-    starts = start.reshape(-1).tolist() if isinstance(start, Tensor) else (start,)
-    counts = [first + i for first in starts for i in range(n)]
+    counts = [first + i for first in read(start).tolist() for i in range(n)]
     return np.array([[word & MASK for word in threefry2x32(k0, k1, count >> 32, count)] for count in counts], np.uint32)
+
+
+def read(start: int | Tensor) -> NDArray[np.int64]:
+    """All starts. To torch.func, numpy() is one more operation to wrap the result of."""
+    if not isinstance(start, Tensor):
+        return np.array([start], np.int64)
+    with temporarily_clear_interpreter_stack():
+        return start.numpy().reshape(-1)
 
 
 def blocks(key: Tensor, start: int | Tensor, n: int) -> Iterator[tuple[Words, Words]]:
     """The words x0, x1 block by block, in buffers that the next block takes over."""
     k0, k1 = key.tolist()
-    starts = start.reshape(-1).numpy() if isinstance(start, Tensor) else np.array([start])
+    starts = read(start)
     buffers = np.empty((3, min(BLOCK, len(starts) * n)), np.uint32)
     for counts in counters(starts, n):
         x0, x1, spare = buffers[:, : len(counts)]

@@ -3,6 +3,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from .cpu import shape
 
@@ -10,25 +11,26 @@ BLOCK = 1024
 
 
 def pairs(key: Tensor, start: int | Tensor, n: int) -> Tensor:
-    return launch("pairs", key, start, n, key.new_empty(*shape(start, n), 2))
+    return launch("pairs", key, start, n, (*shape(start, n), 2), torch.int32)
 
 
 def bits(key: Tensor, start: int | Tensor, n: int) -> Tensor:
-    return launch("bits", key, start, n, key.new_empty(shape(start, n)))
+    return launch("bits", key, start, n, shape(start, n), torch.int32)
 
 
 def uniform(key: Tensor, start: int | Tensor, n: int) -> Tensor:
-    return launch("uniform", key, start, n, key.new_empty(shape(start, n), dtype=torch.float32))
+    return launch("uniform", key, start, n, shape(start, n), torch.float32)
 
 
-def launch(kind: str, key: Tensor, start: int | Tensor, n: int, out: Tensor) -> Tensor:
-    starts = start.reshape(-1) if isinstance(start, Tensor) else torch.full((1,), start, dtype=torch.int64, device=key.device)
-    draws = len(starts) * n
-    if draws == 0:
+def launch(kind: str, key: Tensor, start: int | Tensor, n: int, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    with temporarily_clear_interpreter_stack(), torch.cuda.device_of(key):     # torch.func wraps what is allocated under it
+        out = torch.empty(size, dtype=dtype, device=key.device)
+        starts = start.reshape(-1) if isinstance(start, Tensor) else torch.full((1,), start, dtype=torch.int64, device=key.device)
+        draws = len(starts) * n
+        if draws:
+            grid = (triton.cdiv(draws, BLOCK),)
+            draw[grid](key.contiguous(), starts.contiguous(), out, n, draws, kind, n > 1 << 30, BLOCK)
         return out
-    with torch.cuda.device_of(key):
-        draw[(triton.cdiv(draws, BLOCK),)](key.contiguous(), starts.contiguous(), out, n, draws, kind, n > 1 << 30, BLOCK)
-    return out
 
 
 @triton.jit(do_not_specialize=["n", "draws"])
