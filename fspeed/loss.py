@@ -63,7 +63,8 @@ def as_metrics(out: Any, rows: Tensor, buffers: Any = (), weights: dict[str, Ten
     loss, more, new = _parts(out)
     count = torch.full((), len(rows), dtype=torch.float32, device=rows.device)
     if weights is not None:
-        loss, more = _terms(loss, weights, count), {**loss, **more}
+        terms: Any = loss
+        loss, more = _terms(terms, weights, count), {**terms, **more}
     found = {name: _as_loss(name, x, count) for name, x in {"loss": loss, **more}.items()}
     if is_gone(buffers):
         return found
