@@ -33,6 +33,8 @@ def functional(module: nn.Module, layers: str | Iterable[str] | Callable[[str], 
         ValueError: `layers` matches no submodule.
         RuntimeError: when called: forward draws random numbers in another way than by dropout.
 
+    >>> from fspeed import random
+    >>> from torch import nn
     >>> apply, params, buffers = functional(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     >>> out, new = apply(params, buffers, torch.ones(4, 2), key=random.key(0))
     >>> out.shape, buffers["1"]["num_batches_tracked"], new["1"]["num_batches_tracked"]

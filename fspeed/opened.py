@@ -58,6 +58,7 @@ class Opened:
     around: Callable = lambda fn, at: fn                    # (fn, at) -> fn
     seed: Any = None                                        # the cotangent that backward starts from; None: one
     random: bool = True                                     # whether the loss gets a key
+    weights: dict[str, Tensor] | None = None                # of each term of the loss, in the whole batch
     prepare: Callable = lambda batch: batch                 # what the loss sees of a batch's data
 
     def through(self, *views: View) -> "Opened":
@@ -89,7 +90,7 @@ class Opened:
         usable = {n: see(self.views, n, g) if n == ROOT else Handle(n, g, open) for n, g in state.params.items()}
         params = join(state.params.skeleton, usable)
         buffers = () if is_gone(state.buffers) else (state.buffers,)
-        return as_metrics(self.loss(params, self.prepare(batch.data), key, *buffers), batch.rows, state.buffers)
+        return as_metrics(self.loss(params, self.prepare(batch.data), key, *buffers), batch.rows, state.buffers, self.weights)
 
 
 # ---------------------------------------------------------------- views

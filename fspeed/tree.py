@@ -39,6 +39,7 @@ def lazy(fn: Callable[..., Tensor], *args: Any) -> Any:
     Returns:
         What to put into the parameter tree in place of the tensor.
 
+    >>> from fspeed.tree import cut
     >>> cut({"w": lazy(torch.zeros, 2, 3)})["root"]["w"].shape
     torch.Size([2, 3])
     """
@@ -244,6 +245,7 @@ def whole(tree: Any) -> Any:
 
     Cost: one all-gather a buffer; call it on every rank.
 
+    >>> from fspeed.tree import cut
     >>> whole({"mu": cut({"w": torch.ones(2)})})
     {'mu': {'w': tensor([1., 1.])}}
     """

@@ -145,6 +145,15 @@ def test_any_tree_comes_back(opt_state: Any, buffers: Any) -> None:
     assert [type(x) for x in tree_leaves(got)] == [type(x) for x in tree_leaves(state)]
 
 
+def test_leaves_of_one_path_do_not_become_one(tmp_path: Path) -> None:
+    state = bare(buffers={"a/b": torch.zeros(3), "a": {"b": torch.zeros(3)}})
+    save(tmp_path / "x", state)
+    got = restore(tmp_path / "x", state)
+    assert_same(got, state)
+    got.buffers["a/b"].fill_(1)
+    assert not got.buffers["a"]["b"].any()
+
+
 def test_what_a_rank_alone_has_comes_back_to_it(tmp_path: Path) -> None:
     def law() -> bool:
         rank = dist.get_rank()

@@ -19,7 +19,8 @@ class Pair(NamedTuple):
 def tensors(dtypes: Sequence[torch.dtype] = DTYPES) -> st.SearchStrategy[Tensor]:
     """A strategy for tensors of any bits, NaNs too: 0-d, empty, of odd sizes, transposed and strided.
 
-    >>> tensors([torch.int32]).example().dtype
+    >>> from hypothesis import find
+    >>> find(tensors([torch.int32]), lambda x: True).dtype
     torch.int32
     """
     return st.builds(tensor, st.sampled_from(dtypes), st.sampled_from(SHAPES), st.integers(0, 9), st.booleans())
@@ -34,7 +35,8 @@ def tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int, strided: bool)
 def trees(leaves: st.SearchStrategy) -> st.SearchStrategy:
     """A strategy for trees of at most 8 leaves: dicts, lists, tuples, named tuples, in each other and empty too.
 
-    >>> isinstance(trees(st.integers()).example(), (int, dict, list, tuple))
+    >>> from hypothesis import find
+    >>> isinstance(find(trees(st.integers()), lambda t: True), (int, dict, list, tuple))
     True
     """
     keys = st.sampled_from(["a", "a/b", "b", "", "é"])

@@ -153,3 +153,22 @@ def test_checkpoint_keeps_only_arguments():
     assert peaks["bare"] >= 4 * depth
     assert peaks["all"] <= depth + 10
     assert peaks["all"] < peaks["half"] < peaks["bare"]
+
+
+def gather_and_reduce_bytes(order, reduce):
+    """Bytes an element of what is gathered, and of what gradients are reduced in."""
+    step, params = tanh_step(optim.sgd(1e-3))
+    low = lambda s: fs.mixed_precision(s, torch.bfloat16, reduce=reduce)
+    both = {"bf16": low, "zero3": lambda s: fs.zero_shard(s, mesh(data=N))}
+    for name in order:
+        step = both[name](step)
+    state = step.init(params)
+    with Counted(N) as counted:
+        step(state, torch.arange(M))
+    return tuple(counted.bytes[op] / counted.sent[op] for op in ("all_gather_into_tensor", "all_to_all_single"))
+
+
+@pytest.mark.parametrize("reduce, size", [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_the_order_says_what_is_gathered_and_reduce_says_what_is_summed(reduce, size):
+    assert ranks(N)(gather_and_reduce_bytes, ("zero3", "bf16"), reduce)[0] == (2, size)
+    assert ranks(N)(gather_and_reduce_bytes, ("bf16", "zero3"), reduce)[0] == (4, size)
