@@ -104,8 +104,9 @@ def leaf_sizes(tree: Any) -> list[int]:
 
 def all_finite(tree: Any) -> Tensor:
     """Whether every element on every rank is finite: bool, 0-d."""
-    bad = [~(x.abs() < math.inf).all() for x in tree_leaves(tree)]
-    return summed(torch.stack(bad).any().to(torch.float32) if bad else torch.zeros(()), tree) == 0
+    good = [(x.abs() < math.inf).all() for x in tree_leaves(tree)]
+    bad = torch.stack(good).all().logical_not().to(torch.float32) if good else torch.zeros(())
+    return summed(bad, tree) == 0
 
 
 def sum_of_products(a: Any, b: Any) -> Tensor:

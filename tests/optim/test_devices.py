@@ -1,4 +1,4 @@
-"""On another device nothing is left on the host and nothing waits for the device: shown on fake tensors, and on a GPU where there is one."""
+"""On another device nothing is left on the host and nothing waits for the device: on fake tensors, and on a GPU where there is one."""
 import pytest
 import torch
 from optimizer_table import SHAPES, TABLE, drawn, is_shape, trained
