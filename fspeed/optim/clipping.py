@@ -7,7 +7,7 @@ from torch import Tensor
 from fspeed.optim.base import GradientTransformation, Number, require_params, stateless, stateless_with_tree_map
 from fspeed.optim.fused import number
 from fspeed.optim.leaves import by_leaf, every
-from fspeed.optim.moments import abs_sq
+from fspeed.optim.moments import abs_sq, near
 from fspeed.optim.norms import global_norm, leaf_rms, safe_sqrt
 from fspeed.optim.scale import times
 from fspeed.optim.wholes import on_whole
@@ -53,7 +53,8 @@ def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
         if number(norm) is not norm and number(norm) <= max_norm:
             return updates
         by = torch.where(norm <= max_norm, 1, max_norm / torch.where(norm == 0, 1, norm))
-        return tree_map(lambda u: torch.where(norm.isinf(), 0, u * by).to(u.dtype), updates)
+        infinite = norm.isinf()
+        return tree_map(lambda u: torch.where(near(infinite, u), 0, u * near(by, u)).to(u.dtype), updates)
 
     return stateless(run)
 
