@@ -56,6 +56,14 @@ def test_hyperparameters_are_read_set_and_scheduled():
         assert state.inner_state[0].trace == 1
 
 
+def test_a_state_has_its_own_hyperparameters_and_a_count_that_stops():
+    rate = torch.tensor(0.5)
+    state = optim.inject_hyperparams(optim.sgd)(rate).init(NAN)
+    assert state.hyperparams["learning_rate"].data_ptr() != rate.data_ptr()
+    opt, last = optim.scale_by_schedule(lambda count: count), torch.tensor(2**31 - 1, dtype=torch.int32)
+    assert opt.update(NAN, optim.ScaleByScheduleState(last))[1].count == last
+
+
 def test_hyperparameters_that_are_no_numbers_stay_outside():
     opt = optim.inject_hyperparams(optim.adamw, static_args="b1")(0.1, mask={"a": True}, b1=0.5)
     assert set(opt.init({"a": NAN}).hyperparams) == {"learning_rate", "b2", "eps", "eps_root", "weight_decay"}
