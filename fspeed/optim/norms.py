@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspeed.optim.leaves import pieces
+from fspeed.grad import in_torch_func
+from fspeed.optim.leaves import HOLDERS, Leaf, pieces
 from fspeed.shard.collectives import psum
 from fspeed.shard.piece import at_least_float32
 from fspeed.shard.pytree import tree_leaves
@@ -30,15 +31,18 @@ def global_norm(updates: Any) -> Tensor:
     >>> global_norm({"b": torch.tensor(3.), "w": torch.tensor([4.])})
     tensor(5.)
     """
-    found = [(x, holders) for holders, (x,) in pieces(lambda leaf: leaf.holders, updates)]
-    if not found:
-        return summed(torch.zeros(()), updates).sqrt()
-    squares = torch.stack([norm(x).square() / holders for x, holders in found])
-    return safe_sqrt(summed(squares.sum(), updates))
+    by_holders: dict[int, list[Tensor]] = {}
+    for holders, (x,) in pieces(HOLDERS, updates):
+        by_holders.setdefault(holders, []).append(x)
+    squares = [torch.stack(norms(xs)).square().sum() / holders for holders, xs in by_holders.items()]
+    return safe_sqrt(summed(torch.stack(squares).sum() if squares else torch.zeros(()), updates))
 
 
-def norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dtype=at_least_float32(x.dtype))
+def norms(xs: list[Tensor]) -> list[Tensor]:
+    """The norm of each of some tensors, in at least float32."""
+    if in_torch_func() or len({x.dtype for x in xs}) > 1:
+        return [torch.linalg.vector_norm(x, dtype=at_least_float32(x.dtype)) for x in xs]
+    return list(torch._foreach_norm(xs, 2, at_least_float32(xs[0].dtype)))
 
 
 def safe_sqrt(x: Tensor) -> Tensor:
@@ -64,11 +68,18 @@ def leaf_norms(*trees: Any) -> Tensor:
 
 
 def _squares(tree: Any) -> Tensor:
-    found: list[list[Tensor]] = [[] for _ in leaf_sizes(tree)]
-    for leaf, (x,) in pieces(lambda leaf: leaf, tree):
-        found[leaf.number].append(norm(x).square() / leaf.holders)
-    nothing = torch.zeros((), device=next((x.device for xs in found for x in xs), None))
-    return torch.stack([sum(xs[1:], xs[0]) if xs else nothing for xs in found]) if found else nothing.expand(0)
+    """What this rank has of the square of each leaf's norm."""
+    found = [(leaf, x) for leaf, (x,) in pieces(_itself, tree)]
+    if not found:
+        return torch.zeros(len(leaf_sizes(tree)))
+    squares = torch.stack(norms([x for _, x in found])).square()
+    mine = squares * squares.new_tensor([1 / leaf.holders for leaf, _ in found])
+    at = torch.tensor([leaf.number for leaf, _ in found], device=mine.device)
+    return mine.new_zeros(len(leaf_sizes(tree))).index_add(0, at, mine)
+
+
+def _itself(leaf: Leaf) -> Leaf:
+    return leaf
 
 
 def leaf_rms(*trees: Any) -> Tensor:
@@ -93,5 +104,5 @@ def all_finite(tree: Any) -> Tensor:
 
 def sum_of_products(a: Any, b: Any) -> Tensor:
     """The inner product of two trees that are stored alike, the same on every rank."""
-    found = [(x * y).sum(dtype=at_least_float32(x.dtype)) / n for n, (x, y) in pieces(lambda leaf: leaf.holders, a, b)]
+    found = [(x * y).sum(dtype=at_least_float32(x.dtype)) / n for n, (x, y) in pieces(HOLDERS, a, b)]
     return summed(torch.stack(found).sum() if found else torch.zeros(()), a)
