@@ -25,8 +25,10 @@ def run(quick: bool) -> tuple[list[dict], dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "-m", __name__, str(out),
-             "10" if quick else "40"],
+            [
+                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
+                "-m", "benchmarks.zero", str(out), "10" if quick else "40",
+            ],
             check=True, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         )
         rows, ratios = json.loads(out.read_text())

@@ -10,6 +10,7 @@ from fspeed.loss import mean as mean
 from fspeed.save import latest as latest
 from fspeed.save import restore as restore
 from fspeed.save import save as save
+from fspeed.shard.launch import init_distributed as init_distributed
 from fspeed.shard.mesh import mesh as mesh
 from fspeed.step import Batch as Batch
 from fspeed.step import State as State

@@ -33,6 +33,8 @@ def functional(module: nn.Module, layers: str | Iterable[str] | Callable[[str], 
         ValueError: `layers` matches no submodule.
         RuntimeError: when called: forward draws random numbers in another way than by dropout.
 
+    >>> from fspeed import random
+    >>> from torch import nn
     >>> apply, params, buffers = functional(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     >>> out, new = apply(params, buffers, torch.ones(4, 2), key=random.key(0))
     >>> out.shape, buffers["1"]["num_batches_tracked"], new["1"]["num_batches_tracked"]
@@ -101,7 +103,8 @@ class Hole(nn.Module):
 
     def __init__(self, index: int):
         super().__init__()
-        self.index, self.run = index, None
+        self.index = index
+        self.run: Callable[[int, tuple, dict], Any]
 
     def forward(self, *args, **kwargs):
         return self.run(self.index, args, kwargs)
@@ -159,7 +162,8 @@ class Drawn(TorchFunctionMode):
 
     def __init__(self, key: Any):
         super().__init__()
-        self.key, self.draws, self.written = key, 0, []
+        self.key, self.draws = key, 0
+        self.written: list[Any] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

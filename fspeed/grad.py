@@ -34,11 +34,14 @@ def in_jvp() -> bool:
 
 def watched(*trees: Any) -> bool:
     """Whether somebody outside differentiates or batches what is done to the trees."""
-    return in_torch_func() or (torch.is_grad_enabled() and any(requires_grad(x) for tree in trees for x in tree_leaves(tree)))
+    if in_torch_func():
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tree_leaves(trees) if isinstance(x, Tensor))
 
 
-def requires_grad(x: Any) -> bool:
-    return isinstance(x, Tensor) and (x.requires_grad or torch._C._functorch.is_gradtrackingtensor(x))
+def requires_grad(x: Tensor) -> bool:
+    """Whether somebody differentiates with respect to what x comes from."""
+    return x.requires_grad or torch._C._functorch.is_gradtrackingtensor(x)
 
 
 def vjp(f: Callable[[Any], tuple[Any, Any]], tree: Any, *closed: Any) -> tuple[Any, Callable[[Any], Any], Any]:
@@ -89,9 +92,8 @@ def _vjp_watched(f, tree):
     form = live_form(tree)
     outs, pull, aux = torch.func.vjp(flat, *live(tree), has_aux=True)
     new = iter(aux)
-    return (
-        replace_live(box["out"], outs), lambda cotangents: form(pull(tuple(live(cotangents)))), tree_map(lambda _: next(new), box["aux"])
-    )
+    back = lambda cotangents: form(pull(tuple(live(cotangents))))
+    return replace_live(box["out"], outs), back, tree_map(lambda _: next(new), box["aux"])
 
 
 def closed_over(fn: Any, depth: int = 3) -> Iterator[tuple[str, Tensor]]:

@@ -48,18 +48,23 @@ def mean(values: Tensor, mask: Tensor | None = None) -> Loss:
     if mask is None:
         return Loss(values.sum(), torch.full((), values.numel(), dtype=dtype, device=values.device))
     if mask.shape != values.shape:
-        raise ValueError(f"fs.mean: values have shape {tuple(values.shape)}, the mask {tuple(mask.shape)}; give them the same shape")
+        shapes = f"values have shape {tuple(values.shape)}, the mask {tuple(mask.shape)}"
+        raise ValueError(f"fs.mean: {shapes}; give them the same shape")
     mask = mask.to(dtype)
     return Loss(torch.where(mask == 0, 0, values * mask).sum(), mask.sum())
 
 
-def as_metrics(out: Any, rows: Tensor, buffers: Any = ()) -> dict[str, Any]:
+def as_metrics(out: Any, rows: Tensor, buffers: Any = (), weights: dict[str, Tensor] | None = None) -> dict[str, Any]:
     """What a loss returned, as {"loss": Loss, name: Loss, ...}; new buffers as {"buffers": {place among the leaves: Loss}}.
 
     A bare scalar counts as the mean over its rows, a new buffer as the mean over the parts of the batch, weighted by rows.
+    Given the weights of the whole batch, the loss is a dict of terms, each divided by its own.
     """
     loss, more, new = _parts(out)
     count = torch.full((), len(rows), dtype=torch.float32, device=rows.device)
+    if weights is not None:
+        terms: Any = loss
+        loss, more = _terms(terms, weights, count), {**terms, **more}
     found = {name: _as_loss(name, x, count) for name, x in {"loss": loss, **more}.items()}
     if is_gone(buffers):
         return found
@@ -71,6 +76,19 @@ def as_metrics(out: Any, rows: Tensor, buffers: Any = ()) -> dict[str, Any]:
     count = count.to(torch.float64)
     changed = enumerate(zip(tree_leaves(new), tree_leaves(buffers), strict=True))
     return {**found, BUFFERS: {i: Loss(b.detach().to(torch.float64) * len(rows), count) for i, (b, old) in changed if b is not old}}
+
+
+ROWS = "rows"
+
+
+def _terms(terms: Any, weights: dict[str, Tensor], count: Tensor) -> Loss:
+    """The sum of terms, each over its weight in the whole batch; the parts of a batch weigh 1 together."""
+    if not isinstance(terms, dict) or set(terms) != set(weights) - {ROWS}:
+        got = sorted(terms) if isinstance(terms, dict) else f"a {type(terms).__name__}"
+        raise TypeError(f"a loss under weights= must return {{name: fs.Loss}} for {sorted(set(weights) - {ROWS})}, got {got}")
+    over = lambda x, weight: x / torch.where(weight == 0, 1, weight)
+    total = sum(over(terms[name].total, weights[name]) for name in terms)
+    return Loss(total, over(count.to(torch.float64), weights[ROWS]))
 
 
 def new_buffers(buffers: Any, metrics: dict[str, Any]) -> Any:

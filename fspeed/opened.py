@@ -9,13 +9,13 @@ A *wrapper* `wrap(fn, at)` goes round every opened layer, outside all views.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fspeed.grad import in_torch_func, vjp
-from fspeed.layer import Handle, each
+from fspeed.layer import Handle
 from fspeed.loss import as_metrics
 from fspeed.random import Key, fold_in
 from fspeed.shard.piece import is_gone, live, live_form, replace_live, thaw
@@ -24,7 +24,8 @@ from fspeed.tree import ROOT, join
 View = Callable[[str, Any], tuple[Any, Callable[[Any], Any]]]
 
 
-class At(NamedTuple):
+@dataclass(frozen=True)
+class At:
     """Where a layer stands and when: the same on every rank, in every microbatch and in recompute."""
     names: Any                          # its path, or a tuple of several
     index: int                          # among all layers
@@ -57,6 +58,7 @@ class Opened:
     around: Callable = lambda fn, at: fn                    # (fn, at) -> fn
     seed: Any = None                                        # the cotangent that backward starts from; None: one
     random: bool = True                                     # whether the loss gets a key
+    weights: dict[str, Tensor] | None = None                # of each term of the loss, in the whole batch
     prepare: Callable = lambda batch: batch                 # what the loss sees of a batch's data
 
     def through(self, *views: View) -> "Opened":
@@ -88,7 +90,7 @@ class Opened:
         usable = {n: see(self.views, n, g) if n == ROOT else Handle(n, g, open) for n, g in state.params.items()}
         params = join(state.params.skeleton, usable)
         buffers = () if is_gone(state.buffers) else (state.buffers,)
-        return as_metrics(self.loss(params, self.prepare(batch.data), key, *buffers), batch.rows, state.buffers)
+        return as_metrics(self.loss(params, self.prepare(batch.data), key, *buffers), batch.rows, state.buffers, self.weights)
 
 
 # ---------------------------------------------------------------- views

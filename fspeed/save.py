@@ -116,8 +116,9 @@ def latest(directory: str | os.PathLike) -> Path | None:
     Cost: one small file read a checkpoint.
 
     >>> import tempfile
-    >>> print(latest(tempfile.mkdtemp()))
-    None
+    >>> runs = tempfile.mkdtemp()
+    >>> if path := latest(runs):        # how a run goes on where it was, or starts
+    ...     state = restore(path, state)
     """
     def find() -> Path | None:
         indices = [p for p in Path(directory).glob(f"*/{INDEX}") if not UNFINISHED.search(p.parent.name)]

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from fspeed import random
 from fspeed.grad import closed_over, vjp, watched
-from fspeed.loss import BUFFERS, new_buffers
+from fspeed.loss import BUFFERS, ROWS, new_buffers
 from fspeed.opened import At, Opened, View, through
 from fspeed.shard.collectives import all_gather, psum
 from fspeed.shard.mesh import Axis
-from fspeed.shard.piece import Absent, only_live, replace_live
+from fspeed.shard.piece import only_live, replace_live
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_paths
 from fspeed.tree import Groups, Place, chooser, cut, whole
 
@@ -37,6 +37,12 @@ class State(NamedTuple):
         buffers: what a loss updates beside gradients; `()` for none.
         key: int32 (2,), constant; each call folds `step` into it.
         extra: what transforms remember, by name.
+
+    >>> import fspeed as fs
+    >>> step = fs.step(lambda params, batch, key: fs.mean(params["w"] * batch), fs.optim.adam(1e-3))
+    >>> state = step.init({"w": torch.tensor(0.)}, key=fs.random.key(7))
+    >>> state.step, state.key
+    (tensor(0), tensor([0, 7], dtype=torch.int32))
     """
     step: Tensor
     params: Groups
@@ -52,6 +58,13 @@ class Batch(NamedTuple):
     Args:
         data: a pytree of tensors whose first dim is the row.
         rows: int64 (rows,), each row's number in the whole batch; a step numbers them itself when it is given bare data.
+
+    >>> import fspeed as fs
+    >>> step = fs.step(lambda params, batch, key: fs.mean(fs.random.dropout(key, params["w"] * batch, 0.5)), fs.optim.sgd(1.))
+    >>> state, whole = step.init({"w": torch.tensor(1.)}), torch.ones(8)
+    >>> halves = [step(state, fs.Batch(whole[i:i + 4], torch.arange(i, i + 4)))[1]["loss"] for i in (0, 4)]
+    >>> step(state, whole)[1]["loss"] == sum(halves) / 2
+    tensor(True)
     """
     data: Any
     rows: Tensor
@@ -68,7 +81,7 @@ def value_and_grad(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, A
 
 
 def value_only(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, None]:
-    """In place of `value_and_grad`, when only the metrics are wanted: nothing is kept for backward, unless somebody outside asks."""
+    """In place of `value_and_grad`, when only metrics are wanted: nothing is kept for backward, unless somebody outside asks."""
     closed = [x for _, x in closed_over(loss.loss)]
     with torch.set_grad_enabled(torch.is_grad_enabled() and watched(state, batch, closed)):
         return loss(state, batch), None
@@ -82,6 +95,7 @@ class Step:
         loss: (params, batch, key) -> Loss.
         optimizer: optax's pair: init(params), update(grads, opt_state, params) -> (updates, opt_state).
         layers, trainable: which subtrees are layers, which leaves are trained: predicates on key paths.
+        weights: batch -> {name: weight} of each term of the loss, if it has several.
         place: how a group comes to be stored: (in words, (name, group) -> stored group), innermost first.
         axes: the mesh axes that the step runs over, in the order of the mesh.
         extra: what transforms remember: (name, stored parameters -> initial value).
@@ -89,11 +103,20 @@ class Step:
         grads, base: the wrapper of, and the innermost, gradient function.
         update: the wrapper of `apply`, which runs the optimizer.
         own: how a step comes to own the parameters and moments that it writes over: a copy, or, donated, as they are.
+
+    >>> import fspeed as fs
+    >>> step = fs.step(lambda params, batch, key: fs.mean((params["w"] - batch) ** 2), fs.optim.sgd(0.25))
+    >>> state = step.init({"w": torch.tensor(0.)})
+    >>> for _ in range(3):
+    ...     state, metrics = step(state, torch.tensor([1., 3.]))
+    >>> metrics["loss"], step.evaluate(state, torch.tensor([1., 3.]))["loss"]
+    (tensor(1.2500), tensor(1.0625))
     """
     loss: Callable
     optimizer: Any
     layers: Callable[[str], bool] = lambda path: False
     trainable: Callable[[str], bool] = lambda path: True
+    weights: Callable[[Any], dict[str, Tensor]] | None = None
     place: tuple[Place, ...] = ()
     axes: tuple[Axis, ...] = ()
     extra: tuple[tuple[str, Callable[[Groups], Any]], ...] = ()
@@ -159,7 +182,11 @@ class Step:
 
     def _run(self, loss: Opened, base: Grads, state: State, batch: Any) -> tuple[Metrics, Any]:
         self.check(state)
-        metrics, grads = self.grads(base)(loss, state, self.numbered(batch))
+        batch = self.numbered(batch)
+        if self.weights is not None:
+            rows = torch.tensor(len(batch.rows), dtype=torch.float64, device=batch.rows.device)
+            loss = replace(loss, weights=summed({**self.weights(batch.data), ROWS: rows}, self.axes))
+        metrics, grads = self.grads(base)(loss, state, batch)
         return summed(metrics, self.axes), grads
 
     def apply(self, grads: Any, state: State) -> tuple[State, dict[str, Tensor]]:
@@ -205,7 +232,7 @@ class Step:
 
 def step(
     loss: Callable, optimizer: Any, *, layers: str | Iterable[str] | Callable[[str], bool] = (),
-    trainable: str | Iterable[str] | Callable[[str], bool] = "**",
+    trainable: str | Iterable[str] | Callable[[str], bool] = "**", weights: Callable[[Any], dict[str, Tensor]] | None = None,
 ) -> Step:
     """A training step from a loss and an optimizer: what transforms take and return.
 
@@ -217,6 +244,9 @@ def step(
         optimizer: optax's pair, init and update, such as `fs.optim.adamw(3e-4)`.
         layers: globs over key paths, or a predicate: which subtrees are layers, the units of gathering and recompute.
         trainable: globs or a predicate over leaves' paths; the other leaves get no gradient and no moments and keep their bits.
+
+        weights: for a loss of several terms with masks of their own: batch -> {name: weight}, from the batch alone. The loss
+            then returns {name: fs.Loss}, and each term is divided by its weight in the whole batch.
 
     Returns:
         A `Step`: `state = step.init(params)`, then `state, metrics = step(state, batch)`.
@@ -234,7 +264,7 @@ def step(
         raise TypeError(f"fs.step: loss must be a function (params, batch, key) -> fs.Loss, got a {type(loss).__name__}")
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise TypeError(f"fs.step: optimizer must have init and update, as optax's have; got a {type(optimizer).__name__}")
-    return Step(loss, optimizer, chooser(layers), chooser(trainable))
+    return Step(loss, optimizer, chooser(layers), chooser(trainable), weights)
 
 
 def rows_of(batch: Any) -> tuple[int, torch.device]:
@@ -295,10 +325,13 @@ def once_a_step(view: View) -> Callable[[Grads], Grads]:
     """
     def wrap(inner: Grads) -> Grads:
         def run(loss: Opened, state: State, batch: Batch):
-            pulls, usable = {}, {}
-            for name, group in state.params.items():
-                usable[name], pulls[name] = (group, None) if isinstance(group, Absent) else through((*loss.views, view), name, group)
-            metrics, grads = inner(replace(loss, views=()), state._replace(params=state.params.replace(usable.values())), batch)
+            pulls: dict[str, Callable[[Any], Any]] = {}
+
+            def use(name: str, group: Any) -> Any:
+                usable, pulls[name] = through((*loss.views, view), name, group)
+                return usable
+
+            metrics, grads = inner(replace(loss, views=()), state._replace(params=state.params.map(use)), batch)
             return metrics, None if grads is None else grads.map(lambda name, g: pulls[name](g))
 
         return run

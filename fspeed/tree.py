@@ -39,6 +39,7 @@ def lazy(fn: Callable[..., Tensor], *args: Any) -> Any:
     Returns:
         What to put into the parameter tree in place of the tensor.
 
+    >>> from fspeed.tree import cut
     >>> cut({"w": lazy(torch.zeros, 2, 3)})["root"]["w"].shape
     torch.Size([2, 3])
     """
@@ -144,7 +145,7 @@ def cut(
     is_top = lambda x: id(x) in first
     tops, spec = tree_flatten(params, is_leaf=is_top)
     root: dict[str, Any] = {}
-    slots = []
+    slots: list[tuple[str, str | None]] = []
     for x, path in zip(tops, tree_paths(params, is_leaf=is_top), strict=True):
         if is_top(x):
             slots.append((first[id(x)], None))
@@ -154,7 +155,7 @@ def cut(
     _refuse_ties({ROOT: root, **layers})
 
     stored, specs, leaves = [], [], []
-    groups = {**({ROOT: root} if root else {}), **{path: layers[path] for path in dict.fromkeys(first[id(t)] for t in layers.values())}}
+    groups = {**({ROOT: root} if root else {}), **{path: t for path, t in layers.items() if first[id(t)] == path}}
     for name, group in groups.items():
         prefix = "" if name == ROOT else name
         made, info = _made(group, prefix, trainable)
@@ -244,6 +245,7 @@ def whole(tree: Any) -> Any:
 
     Cost: one all-gather a buffer; call it on every rank.
 
+    >>> from fspeed.tree import cut
     >>> whole({"mu": cut({"w": torch.ones(2)})})
     {'mu': {'w': tensor([1., 1.])}}
     """

@@ -6,6 +6,7 @@ with equal shapes and dtypes. Over an axis of size 1 each is the identity.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -227,10 +228,10 @@ def permuted(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]]) -> Tensor:
 
 
 class Largest(torch.autograd.Function):
-    """pmax: linear in its tangent, with weights that are constant almost everywhere."""
+    """pmax: its derivative is linear, with weights that are constant almost everywhere."""
 
     @staticmethod
-    def forward(x: Tensor, axis: Axis) -> Tensor:  # type: ignore[override]
+    def forward(x: Tensor, axis: Axis) -> Tensor:
         return start_pmax(x, axis).wait()
 
     @staticmethod
@@ -240,12 +241,14 @@ class Largest(torch.autograd.Function):
         ctx.save_for_forward(x, output)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple:  # type: ignore[override]
-        return weights(*ctx.saved_tensors, ctx.axis) * psum(cotangent, ctx.axis), None
+    def backward(ctx: Any, cotangent: Tensor) -> tuple:
+        axis = ctx.axis
+        return linear(cotangent, partial(scaled_sum, axis), partial(sum_scaled, axis), weights(*ctx.saved_tensors, axis=axis)), None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:  # type: ignore[override]
-        return psum(weights(*ctx.saved_tensors, ctx.axis) * tangent, ctx.axis)
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        axis = ctx.axis
+        return linear(tangent, partial(sum_scaled, axis), partial(scaled_sum, axis), weights(*ctx.saved_tensors, axis=axis))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, x: Tensor, axis: Axis) -> tuple[Tensor, int]:
@@ -256,6 +259,14 @@ def weights(x: Tensor, largest: Tensor, axis: Axis) -> Tensor:
     """(x == largest), shared evenly by the ranks where it holds."""
     here = (x == largest).to(x.dtype)
     return here / psum(here, axis)
+
+
+def sum_scaled(axis: Axis, x: Tensor, w: Tensor) -> Tensor:
+    return start_psum(w * x, axis).wait()
+
+
+def scaled_sum(axis: Axis, x: Tensor, w: Tensor) -> Tensor:
+    return w * start_psum(x, axis).wait()
 
 
 def from_front(x: Tensor, dim: int) -> int:

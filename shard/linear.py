@@ -7,42 +7,54 @@ import torch
 from torch import Tensor
 
 
-def linear(x: Tensor, forward: Callable[[Tensor], Tensor], transpose: Callable[[Tensor], Tensor]) -> Tensor:
-    """forward(x), whose jvp is forward(tangent) and whose vjp is transpose(cotangent), so at all orders and under vmap.
+def linear(x: Tensor, forward: Callable[..., Tensor], transpose: Callable[..., Tensor], *constants: Tensor) -> Tensor:
+    """forward(x, *constants), whose jvp is forward(tangent) and whose vjp is transpose(cotangent), so at all orders and under vmap.
 
     Args:
         x: any shape and dtype.
-        forward: a linear function that indexes dims from the front and acts alike on each slice of a dim added at the end.
-        transpose: its transpose, of the same kind: <c, forward(t)> = <transpose(c), t>.
+        forward: linear in x. It indexes dims from the front, and acts alike on each slice of a dim added at the end of all its
+            arguments.
+        transpose: its transpose in x, of the same kind: <c, forward(t)> = <transpose(c), t>.
+        constants: what else both take; no derivative is taken with respect to them.
 
-    Returns: forward(x).
-    Cost: one forward or transpose for each evaluation; nothing is saved for backward.
+    Returns: forward(x, *constants).
+    Cost: one forward or transpose for each evaluation; nothing but the constants is saved for backward.
 
     >>> linear(torch.ones(2), lambda x: 3 * x, lambda c: 3 * c)
     tensor([3., 3.])
     """
-    return Linear.apply(x, forward, transpose)
+    return Linear.apply(x, forward, transpose, *constants)
 
 
 class Linear(torch.autograd.Function):
     """Backward and jvp are again this function, so every order of derivative follows."""
 
     @staticmethod
-    def forward(x: Tensor, forward: Callable, transpose: Callable) -> Tensor:  # type: ignore[override]
-        return forward(x)
+    def forward(x: Tensor, forward: Callable, transpose: Callable, *constants: Tensor) -> Tensor:
+        return forward(x, *constants)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        _, ctx.linear, ctx.transpose = inputs
+        _, ctx.linear, ctx.transpose, *constants = inputs
+        ctx.save_for_backward(*constants)
+        ctx.save_for_forward(*constants)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple:  # type: ignore[override]
-        return Linear.apply(cotangent, ctx.transpose, ctx.linear), None, None
+    def backward(ctx: Any, cotangent: Tensor) -> tuple:
+        constants = ctx.saved_tensors
+        return Linear.apply(cotangent, ctx.transpose, ctx.linear, *constants), None, None, *(None for _ in constants)
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # type: ignore[override]
-        return Linear.apply(tangent, ctx.linear, ctx.transpose)
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return Linear.apply(tangent, ctx.linear, ctx.transpose, *ctx.saved_tensors)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, x: Tensor, forward: Callable, transpose: Callable) -> tuple[Tensor, int]:
-        return Linear.apply(x.movedim(in_dims[0], -1), forward, transpose), -1
+    def vmap(
+        info: Any, in_dims: tuple, x: Tensor, forward: Callable, transpose: Callable, *constants: Tensor
+    ) -> tuple[Tensor, int]:
+        moved = [batch_last(t, dim, info.batch_size) for t, dim in zip((x, *constants), (in_dims[0], *in_dims[3:]), strict=True)]
+        return Linear.apply(moved[0], forward, transpose, *moved[1:]), -1
+
+
+def batch_last(x: Tensor, dim: int | None, size: int) -> Tensor:
+    return x.unsqueeze(-1).expand(*x.shape, size) if dim is None else x.movedim(dim, -1)

@@ -205,14 +205,14 @@ def pack(leaves: list[Tensor], bucket: Bucket, size: int, dtype: torch.dtype | N
 
 def unpack(buffers: Iterable[Any], layout: Flat) -> Any:
     """The group whose leaves lie in whole flat buffers, `()` where a buffer is; views, no copy."""
-    split = []
+    split: list[Iterator[Any]] = []
     for i, (buffer, bucket) in enumerate(zip(buffers, layout.buckets, strict=True)):
         shapes = _members(list(layout.shapes), layout, i)
         if is_gone(buffer):
-            split.append(iter([GONE] * len(shapes)))
+            split.append(iter([GONE for _ in shapes]))
             continue
         leaves = buffer[: bucket.numel].split([math.prod(s) for s in shapes])
-        views = [x.view(s) for x, s in zip(leaves, shapes, strict=True)]
+        views: list[Any] = [x.view(s) for x, s in zip(leaves, shapes, strict=True)]
         split.append(iter([Frozen(x) for x in views] if bucket.frozen else views))
     return tree_unflatten(layout.spec, [next(split[at]) for at in layout.place])
 

@@ -9,11 +9,11 @@ import torch.utils._pytree as torch_pytree
 
 NAMESPACE = "fspeed"
 
-tree_map = functools.partial(optree.tree_map, namespace=NAMESPACE)
-tree_leaves = functools.partial(optree.tree_leaves, namespace=NAMESPACE)
-tree_flatten = functools.partial(optree.tree_flatten, namespace=NAMESPACE)
-tree_structure = functools.partial(optree.tree_structure, namespace=NAMESPACE)
-tree_unflatten = optree.tree_unflatten
+tree_map: Callable[..., Any] = functools.partial(optree.tree_map, namespace=NAMESPACE)
+tree_leaves: Callable[..., list] = functools.partial(optree.tree_leaves, namespace=NAMESPACE)
+tree_flatten: Callable[..., tuple[list, Any]] = functools.partial(optree.tree_flatten, namespace=NAMESPACE)
+tree_structure: Callable[..., Any] = functools.partial(optree.tree_structure, namespace=NAMESPACE)
+tree_unflatten: Callable[..., Any] = optree.tree_unflatten
 
 _jax_nodes: list[tuple] = []
 

@@ -32,6 +32,7 @@ from fspeed.step import step as make_step
 from fspeed.testing.pool import Pool, RankError, mesh, ranks
 from fspeed.testing.problem import problem
 from fspeed.testing.stacks import data_parallel, donate, mixed_precision, stacked, stacks, zero_shard
+from fspeed.testing.trees import tensors, trees
 from fspeed.tree import whole
 
 ROWS = 6
@@ -91,7 +92,7 @@ def resumed(names: tuple[str, ...], folder: str) -> None:
     before = bits(like)
     got = restore(f"{folder}/x", like)
     assert_same(got, state)
-    assert bits(like) == before and not {x.data_ptr() for x in tensors(got)} & {x.data_ptr() for x in tensors(like)}
+    assert bits(like) == before and not memory(got) & memory(like)
     params = step.params(got)
     assert torch.equal(params["wte"], params["head"])
     assert torch.equal(params["blocks"][0]["frozen"], problem().params["blocks"][0]["frozen"])
@@ -102,8 +103,8 @@ def resumed(names: tuple[str, ...], folder: str) -> None:
     assert went_on.opt_state.count == 6 or "fp16" in names
 
 
-def tensors(tree: Any) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.numel()]
+def memory(tree: Any) -> set[int]:
+    return {x.data_ptr() for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.numel()}
 
 
 FIXED = [(), ("zero1",), ("zero2", "accumulate"), ("fp16", "zero3"), ("zero3", "bf16", "checkpoint"), ("data_parallel", "fp16")]
@@ -124,30 +125,8 @@ def test_training_goes_on_under_any_stack(names: tuple[str, ...]) -> None:
 
 
 # ---------------------------------------------------------------- any tree [17, 20, 21, 22]
-class Pair(NamedTuple):
-    a: Any
-    b: Any
-
-
-FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
-DTYPES = [*FLOATS, torch.int32, torch.int64, torch.uint8, torch.bool]
-SHAPES = [(), (0,), (0, 8), (1,), (17,), (3, 5), (2, 1, 3)]
-
-
-def drawn(dtype: torch.dtype, shape: tuple[int, ...], seed: int, strided: bool) -> torch.Tensor:
-    x = torch.randint(0, 256, (*shape, dtype.itemsize), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    x = (x % 2).bool()[..., 0] if dtype == torch.bool else x.view(dtype).reshape(shape)      # any bits, NaNs too
-    return x.t() if strided and x.dim() == 2 else x[..., ::2] if strided and x.dim() else x
-
-
-leaves = st.one_of(
-    st.builds(drawn, st.sampled_from(DTYPES), st.sampled_from(SHAPES), st.integers(0, 9), st.booleans()),
-    st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.none(),
-)
-keys = st.sampled_from(["a", "a/b", "b", "", "é"])
-trees = st.recursive(leaves, lambda t: st.one_of(
-    st.lists(t, max_size=3), st.lists(t, max_size=3).map(tuple), st.dictionaries(keys, t, max_size=3), st.builds(Pair, t, t)
-), max_leaves=8)
+scalars = st.one_of(st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.none())
+drawn = trees(st.one_of(tensors(), scalars))
 
 
 def bare(**fields: Any) -> State:
@@ -155,7 +134,7 @@ def bare(**fields: Any) -> State:
 
 
 @settings(max_examples=60)
-@given(trees, trees)
+@given(drawn, drawn)
 def test_any_tree_comes_back(opt_state: Any, buffers: Any) -> None:
     blank = lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else type(x)()
     state = bare(opt_state=opt_state, buffers=buffers)
@@ -164,6 +143,15 @@ def test_any_tree_comes_back(opt_state: Any, buffers: Any) -> None:
         got = restore(f"{folder}/x", tree_map(blank, state))
     assert_same(got, state)
     assert [type(x) for x in tree_leaves(got)] == [type(x) for x in tree_leaves(state)]
+
+
+def test_leaves_of_one_path_do_not_become_one(tmp_path: Path) -> None:
+    state = bare(buffers={"a/b": torch.zeros(3), "a": {"b": torch.zeros(3)}})
+    save(tmp_path / "x", state)
+    got = restore(tmp_path / "x", state)
+    assert_same(got, state)
+    got.buffers["a/b"].fill_(1)
+    assert not got.buffers["a"]["b"].any()
 
 
 def test_what_a_rank_alone_has_comes_back_to_it(tmp_path: Path) -> None:
@@ -188,6 +176,16 @@ def test_what_ranks_have_alike_is_written_once(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- whatever fails, at whatever write [34]
+def test_all_is_on_disk_before_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync, rename, synced = os.fsync, Path.rename, []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name) or fsync(fd))
+    monkeypatch.setattr(Path, "rename", lambda path, to: synced.append(f"{path.name} -> {to.name}") or rename(path, to))
+    save(tmp_path / "x", bare())
+    aside, last = synced[-3], synced[-2:]
+    assert last == [f"{aside} -> x", tmp_path.name]
+    assert {".metadata.tmp", "__0_0.distcp", "checkpoint.json", "rank-0.json"} < set(synced[:-3])
+
+
 class Fault:
     """Does something at the k-th time that this process touches a file: opens one to write, makes, renames, removes or syncs."""
 
@@ -348,6 +346,11 @@ class Other(HeavyBall):
         return (torch.zeros((), dtype=torch.int32),)
 
 
+class Whole(HeavyBall):
+    def init(self, params: Any) -> Any:
+        return super().init(params)._replace(decay=1)
+
+
 class Wide(HeavyBall):
     def init(self, params: Any) -> Any:
         return super().init(params)._replace(count=torch.zeros((), dtype=torch.int64))
@@ -363,6 +366,7 @@ MISFITS = {
     "frozen": (lambda s: s(trainable="w"), ["params leaves blocks/0/w", "frozen"]),
     "layers": (lambda s: s(layers=()), ["params leaves blocks/0/w", "in blocks/0", "in root"]),
     "optimizer": (lambda s: s(optimizer=Other()), ["opt_state is", "HeavyBallState", "tuple"]),
+    "a number's type": (lambda s: s(optimizer=Whole()), ["opt_state/decay is", "float in", "int in `like`"]),
     "count's dtype": (lambda s: s(optimizer=Wide()), ["opt_state/count is", "int32", "int64"]),
     "transforms": (lambda s: s(wrap=lambda x, m: x), ["params transforms", "flat shards over 'data'", "[]", "build the step with"]),
     "order": (lambda s: s(wrap=lambda x, m: zero_shard(mixed_precision(x), m)), ["params transforms", "float32 masters"]),

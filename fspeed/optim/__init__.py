@@ -1,4 +1,11 @@
-"""Optimizers in optax's protocol, with its names, argument names and defaults."""
+"""Optimizers in optax's protocol, with its names, argument names and defaults.
+
+>>> optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.), fs.optim.sgd(0.1))
+>>> params = {"w": torch.zeros(2)}
+>>> updates, _ = optimizer.update({"w": torch.tensor([3., 4.])}, optimizer.init(params), params)
+>>> updates
+{'w': tensor([-0.0600, -0.0800])}
+"""
 
 from .adafactor import FactoredState as FactoredState
 from .adafactor import adafactor as adafactor

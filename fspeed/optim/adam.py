@@ -8,7 +8,7 @@ from torch import Tensor
 from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, increment, new_count
 from fspeed.optim.combine import chain
 from fspeed.optim.decay import add_decayed_weights, decay_now
-from fspeed.optim.fused import fixed, in_one_pass, lists, rate_for, rows
+from fspeed.optim.fused import fixed, in_one_pass, lists, number, rate_for, rows
 from fspeed.optim.leaves import spread
 from fspeed.optim.masking import Mask
 from fspeed.optim.moments import bias_correction, cast_like, debiased_mean, over_root, update_moment, update_second_moment, zeros
@@ -130,7 +130,7 @@ def adamw(
     def fused(grads: Any, state: tuple, params: Any) -> tuple[Any, tuple] | None:
         lr, rate = rate_now(learning_rate, state[2])
         wd, decay = decay_now(weight_decay, state[1])
-        moved = _fused(grads, state[0], params, lr, b1, b2, eps, wd, mask)
+        moved = _fused(grads, state[0], params, lr, b1, b2, eps, number(wd), mask)
         return moved and (params, (moved, decay, rate))
 
     return in_one_pass(plain, fused) if _fusable(b1, b2, eps, eps_root, mu_dtype, nesterov) else plain

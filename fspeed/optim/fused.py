@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspeed.grad import requires_grad
+from fspeed.grad import in_trace, requires_grad
 from fspeed.optim.base import GradientTransformation
 from fspeed.optim.leaves import pieces
 from fspeed.optim.updates import apply_updates
@@ -62,10 +62,15 @@ def lists(found: list[tuple[Any, Row]]) -> Iterator[tuple[Any, list[list[Tensor]
         yield v, [list(column) for column in zip(*same, strict=True)]
 
 
+def number(hyper: Any) -> Any:
+    """A hyperparameter as python's number, where that neither waits for a device nor loses a gradient or a place in a graph."""
+    on_host = isinstance(hyper, Tensor) and hyper.device.type == "cpu" and not requires_grad(hyper) and not in_trace()
+    return hyper.item() if on_host else hyper
+
+
 def rate_for(learning_rate: Any, device: torch.device) -> Any:
-    """A learning rate as a fused kernel takes it, on its device and without waiting for one; None if it is differentiated."""
-    if not isinstance(learning_rate, Tensor):
-        return float(learning_rate)
-    if requires_grad(learning_rate):
-        return None
-    return learning_rate if learning_rate.device.type == "cpu" else learning_rate.to(device, torch.float32)
+    """A learning rate as a kernel takes it, without waiting for a device; None if it is differentiated."""
+    rate = number(learning_rate)
+    if not isinstance(rate, Tensor):
+        return float(rate)
+    return None if requires_grad(rate) else rate.to(device, torch.float32)

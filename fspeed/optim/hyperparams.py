@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fspeed.grad import requires_grad
 from fspeed.optim.base import GradientTransformation, increment, new_count
+from fspeed.optim.fused import number
 from fspeed.optim.updates import apply_updates
 from fspeed.shard.pytree import tree_leaves
 
@@ -97,7 +97,7 @@ def _injected(make: Callable[[dict], GradientTransformation], fixed: dict, sched
 
     def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         new = advanced(state, params)
-        inner = make({k: _number(v) for k, v in new.hyperparams.items()})
+        inner = make({k: number(v) for k, v in new.hyperparams.items()})
         if inner.apply is not None:
             params, inner_state = inner.apply(grads, state.inner_state, params)
         else:
@@ -113,12 +113,6 @@ def _tensor(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(dtype, copy=True) if value.is_floating_point() else value.clone()
     return torch.full((), value, dtype=dtype if isinstance(value, float) else torch.int32, device=device)
-
-
-def _number(value: Any) -> Any:
-    """A hyperparameter as a python number, where that neither waits for a device nor loses a gradient."""
-    on_host = isinstance(value, Tensor) and value.device.type == "cpu" and not requires_grad(value)
-    return value.item() if on_host else value
 
 
 def widest(tree: Any) -> torch.dtype:

@@ -45,12 +45,15 @@ def parts(tree: Any) -> list[list[Segment]]:
 @functools.lru_cache(maxsize=64)
 def _parts(structure: Any) -> list[list[Segment]]:
     groups: Any = tree_unflatten(structure, [UNKNOWN] * structure.num_leaves)
-    ranks = math.prod(axis.size for axis in groups.axes)
     found: list[list[Segment]] = []
     for group, first in _here(groups):
-        held = enumerate(_holders(group, ranks), first)
+        held = enumerate(_holders(group, _ranks(groups)), first)
         found += segments(group, iter([Leaf(i, n) for i, n in held if n is not None]))
     return found
+
+
+def _ranks(groups: Groups) -> int:
+    return math.prod(axis.size for axis in groups.axes)
 
 
 def _here(groups: Groups) -> Iterator[tuple[Any, int]]:
@@ -88,7 +91,7 @@ def numbers(tree: Any) -> list[list[int]]:
     """The numbers of the live leaves, of each group that is here."""
     if not isinstance(tree, Groups):
         return [list(range(len(tree_leaves(tree))))]
-    return [[i for i, n in enumerate(_holders(group, 1), first) if n] for group, first in _here(tree)]
+    return [[i for i, n in enumerate(_holders(group, _ranks(tree)), first) if n] for group, first in _here(tree)]
 
 
 def runs(found: list[Segment], value: Callable[[Leaf], Any]) -> list[Segment]:

@@ -92,16 +92,17 @@ def lion(
     )
 
     def fused(grads: Any, state: tuple, params: Any) -> tuple[Any, tuple] | None:
-        lr, rate = rate_now(learning_rate, state[2])
-        wd, decay = decay_now(weight_decay, state[1])
+        lr, next_rate = rate_now(learning_rate, state[2])
+        wd, next_decay = decay_now(weight_decay, state[1])
         flags = None if mask is None else spread(mask, params)
         found = rows(lambda leaf: flags is None or flags[leaf.number], params, grads, state[0].mu)
-        if found is None or rate_for(lr, state[0].count.device) is None:
+        rate = rate_for(lr, state[0].count.device)
+        if found is None or rate is None:
             return None
         for decays, (p, g, mu) in found:
             u = ((1 - b1) * g).add_(b1 * mu).sign_()
             mu.mul_(b2).add_((1 - b2) * g)
-            p.sub_(lr * (u.add_(wd * p) if decays else u))
-        return params, (ScaleByLionState(increment(state[0].count), state[0].mu), decay, rate)
+            p.sub_(rate * (u.add_(wd * p) if decays else u))
+        return params, (ScaleByLionState(increment(state[0].count), state[0].mu), next_decay, next_rate)
 
     return in_one_pass(plain, fused) if mu_dtype is None and fixed(b1, b2) else plain

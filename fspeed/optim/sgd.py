@@ -2,6 +2,7 @@
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, identity
 from fspeed.optim.combine import chain
@@ -72,19 +73,27 @@ def sgd(
     decay: Any = 0.0 if momentum is None else momentum
 
     def fused(grads: Any, state: tuple, params: Any) -> tuple[Any, tuple] | None:
-        lr, rate = rate_now(learning_rate, state[1])
+        lr, next_rate = rate_now(learning_rate, state[1])
         found = rows(lambda leaf: True, params, grads, *state[0])
-        if found is None:
-            return None
-        for _, (ps, gs, *traces) in lists(found):
-            by = rate_for(lr, ps[0].device)
-            if by is None:
+        for _, (ps, gs, *traces) in lists(found or []):
+            rate = rate_for(lr, ps[0].device)
+            if rate is None:
                 return None
-            torch._fused_sgd_(
-                ps, gs, *traces or [[]], weight_decay=0.0, momentum=decay, lr=by, dampening=0.0, nesterov=nesterov,
-                maximize=False, is_first_step=False,
-            )
-        return params, (state[0], rate)
+            ts = traces[0] if traces else gs
+            if traces:
+                torch._foreach_mul_(ts, decay)
+                torch._foreach_add_(ts, gs)
+            if traces and nesterov:
+                ts = torch._foreach_add(gs, ts, alpha=decay)
+            _descend(ps, ts, rate)
+        return None if found is None else (params, (state[0], next_rate))
 
-    fits = accumulator_dtype is None and fixed(decay) and momentum != 0        # at 0 torch's kernel takes no traces
-    return in_one_pass(plain, fused) if fits else plain
+    return in_one_pass(plain, fused) if accumulator_dtype is None and fixed(decay) else plain
+
+
+def _descend(ps: list[Tensor], us: list[Tensor], rate: float | Tensor) -> None:
+    """p - rate u, in place."""
+    if isinstance(rate, Tensor):
+        torch._foreach_sub_(ps, torch._foreach_mul(us, rate))
+    else:
+        torch._foreach_add_(ps, us, alpha=-rate)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fspeed.optim.leaves import inside, numbers
-from fspeed.shard.piece import Flat, Piece, pack
+from fspeed.shard.piece import GONE, Flat, Piece, pack
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from fspeed.tree import Groups, gathered
 
@@ -59,7 +59,7 @@ def _own_part(piece: Piece, leaves: Iterator[Tensor]) -> Piece:
     value = []
     for i, bucket in enumerate(layout.buckets):
         mine = [x for x, at in zip(members, layout.place, strict=True) if at == i and x is not None]
-        value.append(None if bucket.frozen else pack(mine, bucket, n).view(n, -1)[piece.axis.rank].clone())
+        value.append(GONE if bucket.frozen else pack(mine, bucket, n).view(n, -1)[piece.axis.rank].clone())
     return Piece(tuple(value), piece.axis, piece.holders, layout)
 
 
@@ -76,6 +76,6 @@ def outline(tree: Any) -> Any:
 def _outlined(piece: Piece) -> Any:
     layout = piece.layout
     return tree_unflatten(layout.spec, [
-        None if layout.buckets[at].frozen else torch.empty(shape, dtype=layout.buckets[at].dtype, device="meta")
+        GONE if layout.buckets[at].frozen else torch.empty(shape, dtype=layout.buckets[at].dtype, device="meta")
         for at, shape in zip(layout.place, layout.shapes, strict=True)
     ])

@@ -23,7 +23,7 @@ SENT = {
 
 
 class Counted(TorchDispatchMode):
-    """While it is entered, what this rank sends: `sent[operation]` elements, and `calls[operation]`.
+    """While it is entered, what this rank sends: `sent[operation]` elements, `bytes[operation]`, `calls[operation]`.
 
     Args:
         size: how many ranks the axis has.
@@ -42,6 +42,7 @@ class Counted(TorchDispatchMode):
         self.size, self.least = size, least
         self.sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
         self.alive: list[tuple[StorageWeakRef, int]] = []
         self.gathered = 0
 
@@ -50,7 +51,9 @@ class Counted(TorchDispatchMode):
         name = func._opname
         if func.namespace != "_c10d_functional" or name not in SENT or args[0].numel() < self.least:
             return out
-        self.sent[name] += int(SENT[name](args[0].numel(), self.size))
+        sent = int(SENT[name](args[0].numel(), self.size))
+        self.sent[name] += sent
+        self.bytes[name] += sent * args[0].element_size()
         self.calls[name] += 1
         if name == "all_gather_into_tensor":
             self.alive = [(ref, n) for ref, n in self.alive if not ref.expired()]

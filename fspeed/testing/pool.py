@@ -31,8 +31,8 @@ from fspeed.shard.mesh import Mesh
 from fspeed.shard.mesh import mesh as make_mesh
 
 # functions that travel by value may name torch.ops, whose modules have types of their own
-copyreg.pickle(type(torch.ops), lambda ops: (getattr, (torch, "ops")))  # type: ignore[arg-type]
-copyreg.pickle(type(torch.ops.aten), lambda ops: (getattr, (torch.ops, ops.name)))  # type: ignore[arg-type]
+copyreg.pickle(type(torch.ops), lambda ops: (getattr, (torch, "ops")))
+copyreg.pickle(type(torch.ops.aten), lambda ops: (getattr, (torch.ops, ops.name)))
 
 
 class RankError(RuntimeError):
@@ -119,7 +119,8 @@ class Pool:
         if not self.pipes:
             self.start()
         for pipe in self.pipes:
-            pipe.send_bytes(call)
+            with contextlib.suppress(BrokenPipeError):  # that rank has died, as collect will tell
+                pipe.send_bytes(call)
         return self.collect(timeout)
 
     def start(self) -> None:
@@ -271,12 +272,9 @@ def barriers() -> None:
 
 
 def calls_made() -> dict[tuple, int]:
-    """How many collectives this rank has made on each process group, by its ranks and name."""
-    if not dist.is_initialized():
-        return {}
-    groups = dist.distributed_c10d._world.pg_names
-    return {
-        (name, *dist.get_process_group_ranks(group)): group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-        for group, name in groups.items()
-        if isinstance(group, dist.ProcessGroup)
-    }
+    """How many collectives this rank has made on each process group, by its name and ranks, where the backend counts."""
+    counts = {}
+    for group, name in dist.distributed_c10d._world.pg_names.items() if dist.is_initialized() else ():
+        with contextlib.suppress(RuntimeError):
+            counts[(name, *dist.get_process_group_ranks(group))] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return counts

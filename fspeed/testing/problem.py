@@ -56,7 +56,9 @@ def problem(seed: int = 0, depth: int = 3, rate: float = 0.2) -> Problem:
     wte = normal(VOCAB, WIDTH)
     params = {
         "wte": wte, "head": wte, "scale": torch.tensor(1.5), "empty": torch.zeros(0, 8), "table": torch.arange(LENGTH),
-        "blocks": [{"w": normal(WIDTH, WIDTH).t(), "b": normal(WIDTH), "frozen": normal(WIDTH), "rare": normal(3)} for _ in range(depth)],
+        "blocks": [
+            {"w": normal(WIDTH, WIDTH).t(), "b": normal(WIDTH), "frozen": normal(WIDTH), "rare": normal(3)} for _ in range(depth)
+        ],
     }
 
     @layer
@@ -73,6 +75,7 @@ def problem(seed: int = 0, depth: int = 3, rate: float = 0.2) -> Problem:
         logits = (h @ params["head"].t()).flatten(0, 1)
         losses = F.cross_entropy(logits.float(), y.flatten(), reduction="none")
         right = (logits.argmax(-1) == y.flatten()).float()
-        return mean(losses, y.flatten() % 3 > 0), {"accuracy": mean(right), "tokens a row": Loss(torch.tensor(float(x.numel())), torch.tensor(float(len(x))))}
+        length = Loss(torch.tensor(float(x.numel())), torch.tensor(float(len(x))))
+        return mean(losses, y.flatten() % 3 > 0), {"accuracy": mean(right), "length": length}
 
     return Problem(params, loss, trainable=lambda path: not path.endswith("frozen"))

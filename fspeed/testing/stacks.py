@@ -59,9 +59,9 @@ def stacks(ranks: int, most: int = 4, always: Sequence[str] = ()) -> st.SearchSt
         most: how many transforms beside the placement.
         always: names that every stack has.
 
-    >>> stack = stacks(2).example()
-    >>> sum(name in PLACEMENTS for name in stack)
-    1
+    >>> from hypothesis import find
+    >>> find(stacks(2), lambda stack: len(stack) == 3 and stack[0] == "bf16")
+    ('bf16', 'data_parallel', 'accumulate')
     """
     placement = st.sampled_from([*PLACEMENTS, None] if ranks == 1 else [*PLACEMENTS])
     precision = st.sampled_from([None, None, *PRECISIONS])
@@ -73,8 +73,9 @@ def stacks(ranks: int, most: int = 4, always: Sequence[str] = ()) -> st.SearchSt
 def splits(rows: int, parts: int) -> st.SearchStrategy[tuple[int, ...]]:
     """A strategy for divisions of rows over parts, however uneven: a part may have none.
 
-    >>> sum(splits(5, 3).example())
-    5
+    >>> from hypothesis import find
+    >>> find(splits(5, 3), lambda split: split[0] == 2)
+    (2, 0, 3)
     """
     cuts = st.lists(st.integers(0, rows), min_size=parts - 1, max_size=parts - 1).map(sorted)
     return cuts.map(lambda at: tuple(b - a for a, b in zip((0, *at), (*at, rows), strict=True)))

@@ -2,7 +2,6 @@
 import torch
 
 from fspeed.grad import watched
-from fspeed.loss import Loss
 from fspeed.shard.piece import at_least_float32
 from fspeed.shard.pytree import tree_flatten, tree_map, tree_unflatten
 from fspeed.step import Batch, Grads, State, Step, inside
@@ -41,23 +40,19 @@ def accumulate(step: Step, microbatches: int) -> Step:
         def run(loss, state: State, batch: Batch):
             first, *rest = split(batch, microbatches)
             metrics, grads = inner(loss, state, first)
-            if rest:
-                in_place = not watched(grads)
-                total = tree_map(lambda g: g.to(at_least_float32(g.dtype), copy=True), grads)
-                del grads
+            if not rest:
+                return metrics, grads
+            add = torch.add if watched(grads) else torch.Tensor.add_
+            total = tree_map(lambda g: g.to(at_least_float32(g.dtype), copy=True), grads)
             for part in rest:
+                grads = None                # one set of gradients at a time beside the sums
                 more, grads = inner(loss, state, part)
-                metrics = tree_map(torch.add, metrics, more)
-                total = tree_map(Tensor_add_ if in_place else torch.add, total, grads)
-                del grads
-            return metrics, total if rest else grads
+                metrics, total = tree_map(torch.add, metrics, more), tree_map(add, total, grads)
+            return metrics, total
 
         return run
 
     return inside(step, wrap)
-
-
-Tensor_add_ = torch.Tensor.add_
 
 
 def split(batch: Batch, n: int) -> list[Batch]:

@@ -60,8 +60,8 @@ def remat(fn: Callable, *, save: Callable[[Any], bool] | None = None, name: Any 
 
     Cost: one more `fn`.
 
-    >>> torch.func.grad(torch.func.grad(remat(lambda x: torch.sin(torch.sin(x)))))(torch.tensor(0.))
-    tensor(0.)
+    >>> torch.func.grad(torch.func.grad(remat(lambda x: (x * x) * x)))(torch.tensor(2.))
+    tensor(12.)
     """
     def run(*args, **kwargs):
         if in_jvp():
@@ -69,9 +69,9 @@ def remat(fn: Callable, *, save: Callable[[Any], bool] | None = None, name: Any 
         refuse_closures(fn, name)
         leaves, spec = tree_flatten((args, kwargs))
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        box: dict[str, Any] = {}
+        box: Any = {}
 
-        def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
+        def flat(*tensors):
             full = list(leaves)
             for i, x in zip(at, tensors, strict=True):
                 full[i] = x
@@ -164,28 +164,35 @@ class Saved:
     """The outputs of chosen operations, in the order in which a function makes them."""
 
     def __init__(self, chosen: Callable[[Any], bool]):
-        self.chosen, self.outputs = chosen, []
+        self.chosen = chosen
+        self.outputs: list[Any] = []
 
     def recording(self, flat: Callable, tensors: tuple) -> tuple:
         self.outputs.clear()
-        with _Intercepted(self.chosen, lambda out: self.outputs.append(out) or out):
+
+        def keep(op: Callable[[], Any]) -> Any:
+            self.outputs.append(op())
+            return self.outputs[-1]
+
+        with Intercepted(self.chosen, keep):
             return flat(*tensors)
 
     def replaying(self, flat: Callable) -> Callable:
         def run(*tensors):
             outputs = iter(self.outputs)
-            with _Intercepted(self.chosen, None, outputs):
+            with Intercepted(self.chosen, lambda op: next(outputs)):
                 return flat(*tensors)
 
         return run
 
 
-class _Intercepted(TorchDispatchMode):
-    def __init__(self, chosen, record, outputs=None):
+class Intercepted(TorchDispatchMode):
+    """Chosen operations go through `instead`, which is given the operation to do."""
+
+    def __init__(self, chosen: Callable[[Any], bool], instead: Callable[[Callable[[], Any]], Any]):
         super().__init__()
-        self.chosen, self.record, self.outputs = chosen, record, outputs
+        self.chosen, self.instead = chosen, instead
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not self.chosen(func):
-            return func(*args, **(kwargs or {}))
-        return self.record(func(*args, **(kwargs or {}))) if self.outputs is None else next(self.outputs)
+        do = lambda: func(*args, **(kwargs or {}))
+        return self.instead(do) if self.chosen(func) else do()

@@ -64,7 +64,8 @@ class LossScale(NamedTuple):
 
 
 def mixed_precision(
-    step: Step, compute: torch.dtype = torch.bfloat16, *, reduce: torch.dtype = torch.float32, loss_scaling: LossScaling | None = None
+    step: Step, compute: torch.dtype = torch.bfloat16, *, reduce: torch.dtype = torch.float32,
+    loss_scaling: LossScaling | None = None,
 ) -> Step:
     """Same in and out as the step, computed in a short dtype; parameters, moments and accumulators are float32.
 

@@ -7,7 +7,7 @@ from fspeed.grad import in_torch_func
 from fspeed.opened import through
 from fspeed.shard.mesh import Mesh
 from fspeed.shard.piece import Piece, gather, live, scatter, shard
-from fspeed.step import Batch, Grads, State, Step, at_each_use, inside, on_loss, once_a_step, outside, over, placed
+from fspeed.step import Batch, Grads, State, Step, at_each_use, inside, once_a_step, outside, over, placed
 from fspeed.transforms._regather import Regathered
 
 

@@ -1,4 +1,5 @@
 """Which path makes the numbers: the CPU's, the GPU's, or the plain operations that a trace can see."""
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +38,7 @@ def traced() -> bool:
     return torch.compiler.is_compiling() or get_proxy_mode() is not None or torch._C._get_dispatch_mode(fake) is not None
 
 
+@cache
 def triton_path() -> ModuleType:
     try:
         from . import kernel

@@ -35,7 +35,8 @@ def tanh_step(optimizer):
         return fs.mean((x @ params["root"].t()) ** 2)
 
     params = {
-        "root": torch.randn(VOCAB, WIDTH), "blocks": [{"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(WIDTH)} for _ in range(DEPTH)]
+        "root": torch.randn(VOCAB, WIDTH),
+        "blocks": [{"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(WIDTH)} for _ in range(DEPTH)],
     }
     return make_step(loss, optimizer, layers="blocks/*"), params
 
@@ -144,10 +145,30 @@ def test_checkpoint_keeps_only_arguments():
 
     bare = make_step(loss, optim.sgd(0.1), layers="blocks/*")
     peaks = {}
-    for name, step in {"bare": bare, "all": fs.checkpoint(bare), "half": fs.checkpoint(bare, where=lambda at: at.index % 2 == 0)}.items():
+    half = fs.checkpoint(bare, where=lambda at: at.index % 2 == 0)
+    for name, step in {"bare": bare, "all": fs.checkpoint(bare), "half": half}.items():
         state, x = step.init(params), torch.randn(rows, width)
         step(state, x)
         peaks[name] = allocated_peak(lambda step=step, state=state, x=x: step(state, x)) / (4 * rows * width)
     assert peaks["bare"] >= 4 * depth
     assert peaks["all"] <= depth + 10
     assert peaks["all"] < peaks["half"] < peaks["bare"]
+
+
+def gather_and_reduce_bytes(order, reduce):
+    """Bytes an element of what is gathered, and of what gradients are reduced in."""
+    step, params = tanh_step(optim.sgd(1e-3))
+    low = lambda s: fs.mixed_precision(s, torch.bfloat16, reduce=reduce)
+    both = {"bf16": low, "zero3": lambda s: fs.zero_shard(s, mesh(data=N))}
+    for name in order:
+        step = both[name](step)
+    state = step.init(params)
+    with Counted(N) as counted:
+        step(state, torch.arange(M))
+    return tuple(counted.bytes[op] / counted.sent[op] for op in ("all_gather_into_tensor", "all_to_all_single"))
+
+
+@pytest.mark.parametrize("reduce, size", [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_the_order_says_what_is_gathered_and_reduce_says_what_is_summed(reduce, size):
+    assert ranks(N)(gather_and_reduce_bytes, ("zero3", "bf16"), reduce)[0] == (2, size)
+    assert ranks(N)(gather_and_reduce_bytes, ("bf16", "zero3"), reduce)[0] == (4, size)

@@ -4,11 +4,11 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-import torch
 
 from fspeed import optim, random
+from fspeed.grad import in_backward
 from fspeed.opened import Opened
-from fspeed.shard import piece, wire
+from fspeed.shard import piece
 from fspeed.shard.pytree import tree_map
 from fspeed.step import Step, outside
 from fspeed.testing import check_stack, ranks
@@ -70,7 +70,9 @@ MUTANTS = {
     "rows numbered from zero on every rank": (
         ("zero3",), Step, "numbered", lambda f: lambda self, b: (lambda x: x._replace(rows=x.rows - x.rows.min()))(f(self, b))
     ),
-    "rows off by one": (("zero3",), Step, "numbered", lambda f: lambda self, b: (lambda x: x._replace(rows=x.rows + 1))(f(self, b))),
+    "rows off by one": (
+        ("zero3",), Step, "numbered", lambda f: lambda self, b: (lambda x: x._replace(rows=x.rows + 1))(f(self, b))
+    ),
     "a stale key": (
         ("data_parallel",), Opened, "key", lambda f: lambda self, state, rows: random.Key(state.key, rows) if self.random else None
     ),
@@ -89,7 +91,7 @@ def shifted_rows(unflatten):
     def run(spec, leaves):
         tree = unflatten(spec, leaves)
         move = lambda x: random.Key(x.data, x.rows + 1) if isinstance(x, random.Key) else x
-        return tree_map(move, tree, is_leaf=lambda x: isinstance(x, random.Key)) if torch._C._current_graph_task_id() != -1 else tree
+        return tree_map(move, tree, is_leaf=lambda x: isinstance(x, random.Key)) if in_backward() else tree
 
     return run
 

@@ -112,6 +112,7 @@ def test_gpu_is_the_reference(start, n):
         assert got.is_cuda and torch.equal(got.cpu(), output(KEY, start.cpu() if isinstance(start, torch.Tensor) else start, n))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")           # torch's, in its first jvp
 @pytest.mark.parametrize("n", [2, 781])
 @pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "kernel"])
 def test_draws_while_torch_func_is_at_work(gpu, n, request):

@@ -13,8 +13,8 @@ from fspeed.shard.pytree import tree_leaves, tree_map
 
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
-import jax.numpy as jnp  # noqa: E402
-import optax.contrib  # noqa: E402
+pytest.importorskip("optax.contrib")
+jnp = jax.numpy
 
 
 @contextmanager
