@@ -45,7 +45,8 @@ def form(tree):
 
 def assert_close(got, expected, tolerance, what):
     for a, b in zip(tree_leaves(got), jax.tree.leaves(expected), strict=True):
-        torch.testing.assert_close(a, torch.as_tensor(b.__array__().copy()).to(a.dtype), rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}")
+        b = torch.as_tensor(b.__array__().copy()).to(a.dtype)
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}")
 
 
 @pytest.mark.parametrize("name", TABLE)
