@@ -1,5 +1,7 @@
 """Optimizers in optax's protocol, with its names, argument names and defaults.
 
+>>> import torch
+>>> import fspeed as fs
 >>> optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.), fs.optim.sgd(0.1))
 >>> params = {"w": torch.zeros(2)}
 >>> updates, _ = optimizer.update({"w": torch.tensor([3., 4.])}, optimizer.init(params), params)

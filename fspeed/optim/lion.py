@@ -99,7 +99,7 @@ def lion(
         wd, next_decay = decay_now(weight_decay, state[1])
         found = rows(decays, params, grads, state[0].mu)
         rate = rate_for(lr, state[0].count.device)
-        if found is None or rate is None or requires_grad(wd):
+        if found is None or rate is None or (isinstance(wd, Tensor) and requires_grad(wd)):
             return None
         for decayed, row in found:
             _descend(row, rate, b1, b2, wd if decayed else 0.0)
