@@ -214,7 +214,7 @@ def draw(folder: Path, start: int, losses: list[float], curve: dict[int, float],
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument_group("the run").add_argument
-    add("--steps", type=int, default=700, metavar="N", help="updates; for a tenth of them the learning rate rises (700)")
+    add("--steps", type=int, default=600, metavar="N", help="updates; for a tenth of them the learning rate rises (600)")
     add("--batch", type=int, default=16, metavar="ROWS", help=f"texts of {CONTEXT} bytes in a step, over all processes (16)")
     add("--lr", type=float, default=3e-3, metavar="RATE", help="the highest learning rate (0.003)")
     add("--dropout", type=float, default=0.0, metavar="RATE", help="in each layer; for runs of many more steps (0)")
