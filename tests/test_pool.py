@@ -126,33 +126,28 @@ def test_a_missing_cloudpickle_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 SCRIPT = """
-import os, signal, time
+import os, signal, threading, time
 from fspeed.testing.pool import ranks
 print(*ranks(2)(os.getpid), flush=True)
-if {busy}:
-    try:
-        ranks(2)(lambda: time.sleep(60), timeout=0.01)
-    except TimeoutError:
-        pass
+try:
+    ranks(2)(lambda: time.sleep(600), timeout=0.01)
+except TimeoutError:
     print(*ranks(2)(os.getpid), flush=True)
 {end}
 """
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+KILLED_IN_A_CALL = f"threading.Timer(1, lambda: {KILLED}).start()\nranks(2)(lambda: time.sleep(600))"
 
 
-@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), signal.SIGKILL)", "ranks(2)(lambda: time.sleep(60))"])
+@pytest.mark.parametrize("end", ["", KILLED, KILLED_IN_A_CALL])
 def test_no_rank_outlives_its_caller(end: str, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    script = SCRIPT.format(end=end, busy=True)
-    with subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", script], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as child:
-        assert child.stdout and child.stderr
-        pids = [int(pid) for _ in range(2) for pid in child.stdout.readline().split()]
-        if "sleep" in end:
-            child.kill()
-        said = child.stderr.read()
-        assert child.wait(30) == (-signal.SIGKILL if end else 0)
-    assert said == b""
+    command = [sys.executable, "-W", "error", "-c", SCRIPT.format(end=end)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        said, complained = child.communicate(timeout=120)
+    assert child.returncode == (-signal.SIGKILL if end else 0)
+    assert complained == b""
+    pids = [int(pid) for pid in said.split()]
     assert len(set(pids)) == 4
     deadline = time.monotonic() + 20
     while any(map(lives, pids)) or list(tmp_path.iterdir()):
