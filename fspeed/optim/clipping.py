@@ -74,7 +74,7 @@ def clip_by_block_rms(threshold: Number) -> GradientTransformation:
     tensor([ 1., -1.])
     """
     def run(updates: Any, params: Any) -> Any:
-        by = 1 / (leaf_rms(updates)[0] / threshold).clamp(min=1)
+        by = 1 / (leaf_rms(updates).squeeze(0) / threshold).clamp(min=1)
         return by_leaf(times, list(by.unbind()), updates)
 
     return stateless(run)

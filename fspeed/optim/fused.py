@@ -16,7 +16,7 @@ Row = tuple[Tensor, ...]        # elements that lie alike in memory: of paramete
 def in_one_pass(plain: GradientTransformation, fused: Callable[[Any, Any, Any], tuple[Any, Any] | None]) -> GradientTransformation:
     """A transformation that has `apply`: fused(grads, state, params), or the plain way where that does nothing and returns None."""
     def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        done = fused(grads, state, params)
+        done = None if in_trace() else fused(grads, state, params)      # a compiler fuses the plain way better
         if done is not None:
             return done
         updates, state = plain.update(grads, state, params)

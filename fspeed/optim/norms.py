@@ -31,11 +31,22 @@ def global_norm(updates: Any) -> Tensor:
     >>> global_norm({"b": torch.tensor(3.), "w": torch.tensor([4.])})
     tensor(5.)
     """
-    by_holders: dict[int, list[Tensor]] = {}
-    for holders, (x,) in pieces(HOLDERS, updates):
-        by_holders.setdefault(holders, []).append(x)
-    squares = [torch.stack(norms(xs)).square().sum() / holders for holders, xs in by_holders.items()]
+    squares = [x.sum() for _, x in _squares(updates)]
     return safe_sqrt(summed(torch.stack(squares).sum() if squares else torch.zeros(()), updates))
+
+
+def _squares(tree: Any) -> list[tuple[list[int], Tensor]]:
+    """What this rank has of the squared norms of leaves: (the leaves' numbers, their shares), for each number of holders."""
+    found: dict[int, tuple[list[int], list[Tensor]]] = {}
+    for leaf, (x,) in pieces(_itself, tree):
+        numbers, xs = found.setdefault(leaf.holders, ([], []))
+        numbers.append(leaf.number)
+        xs.append(x)
+    return [(numbers, torch.stack(norms(xs)).square() / holders) for holders, (numbers, xs) in found.items()]
+
+
+def _itself(leaf: Leaf) -> Leaf:
+    return leaf
 
 
 def norms(xs: list[Tensor]) -> list[Tensor]:
@@ -64,29 +75,24 @@ def leaf_norms(*trees: Any) -> Tensor:
     >>> leaf_norms({"a": torch.tensor([3., 4.]), "b": torch.tensor(2.)})
     tensor([[5., 2.]])
     """
-    return safe_sqrt(summed(torch.stack([_squares(tree) for tree in trees]), trees[0]))
+    return safe_sqrt(summed(torch.stack([_by_leaf(tree) for tree in trees]), trees[0]))
 
 
-def _squares(tree: Any) -> Tensor:
+def _by_leaf(tree: Any) -> Tensor:
     """What this rank has of the square of each leaf's norm."""
-    found = [(leaf, x) for leaf, (x,) in pieces(_itself, tree)]
-    if not found:
-        return torch.zeros(len(leaf_sizes(tree)))
-    squares = torch.stack(norms([x for _, x in found])).square()
-    mine = squares * squares.new_tensor([1 / leaf.holders for leaf, _ in found])
-    at = torch.tensor([leaf.number for leaf, _ in found], device=mine.device)
-    return mine.new_zeros(len(leaf_sizes(tree))).index_add(0, at, mine)
-
-
-def _itself(leaf: Leaf) -> Leaf:
-    return leaf
+    mine: list[Any] = [None] * len(leaf_sizes(tree))
+    for numbers, shares in _squares(tree):
+        for i, share in zip(numbers, shares.unbind(), strict=True):
+            mine[i] = share if mine[i] is None else mine[i] + share
+    zero = next((torch.zeros_like(x) for x in mine if x is not None), torch.zeros(()))
+    return torch.stack([zero if x is None else x for x in mine]) if mine else zero.expand(0)
 
 
 def leaf_rms(*trees: Any) -> Tensor:
     """The root mean squares of the whole leaves: (trees, leaves), the same on every rank; 0 for an empty leaf."""
     sizes = leaf_sizes(trees[0])
     norms = leaf_norms(*trees)
-    return torch.stack([norms[:, i] / max(n, 1) ** 0.5 for i, n in enumerate(sizes)], 1) if sizes else norms
+    return torch.stack([x / max(n, 1) ** 0.5 for x, n in zip(norms.unbind(1), sizes, strict=True)], 1) if sizes else norms
 
 
 def leaf_sizes(tree: Any) -> list[int]:
@@ -98,7 +104,8 @@ def leaf_sizes(tree: Any) -> list[int]:
 
 def all_finite(tree: Any) -> Tensor:
     """Whether every element on every rank is finite: bool, 0-d."""
-    bad = sum(((~x.isfinite()).any().to(torch.float32) for x in tree_leaves(tree)), torch.zeros(()))
+    good = [(x.abs() < math.inf).all() for x in tree_leaves(tree)]
+    bad = torch.stack(good).all().logical_not().to(torch.float32) if good else torch.zeros(())
     return summed(bad, tree) == 0
 
 

@@ -52,7 +52,7 @@ def scale_by_novograd(
 
     def update(updates: Any, state: ScaleByNovogradState, params: Any = None) -> tuple[Any, ScaleByNovogradState]:
         require_params(params, "scale_by_novograd")
-        first, squares = state.count == 0, list(leaf_norms(updates)[0].square().unbind())
+        first, squares = state.count == 0, list(leaf_norms(updates).squeeze(0).square().unbind())
         old, spec = tree_flatten(state.nu)
         at = [i for group in numbers(updates) for i in group]
         new = [torch.where(first, squares[i], b2 * wide(v) + (1 - b2) * squares[i]) for i, v in zip(at, old, strict=True)]
