@@ -66,7 +66,8 @@ def as_metrics(out: Any, rows: Tensor, buffers: Any = (), weights: dict[str, Ten
         raise ValueError(f"a loss returned a metric named {min(taken)!r}; that name is the step's own: choose another")
     count = torch.full((), len(rows), dtype=torch.float32, device=rows.device)
     if weights is not None:
-        loss, more = _terms(loss, weights, count), {**loss, **more}
+        terms: Any = loss
+        loss, more = _terms(terms, weights, count), {**terms, **more}
     found = {name: _as_loss(name, x, count) for name, x in {"loss": loss, **more}.items()}
     if not found["loss"].total.is_floating_point():
         raise TypeError(f"the loss is of dtype {found['loss'].total.dtype}; only a real floating one has a gradient to train by")

@@ -237,7 +237,8 @@ def randint(
         dtype: uint8 or a signed integer dtype; for int64, maxval - minval must be below 2**63.
 
     Returns:
-        dtype, of that shape. Sums wrap at w bits as jax's do, which leaves a bias of at most (maxval - minval) / 2**w.
+        dtype, of that shape. As in jax, upper counts for 0 where maxval - minval > 2**(w / 2): the bias there is up to
+        (maxval - minval) / 2**w.
 
     >>> randint(key(42), (4,), 0, 10)
     tensor([4, 4, 1, 9], dtype=torch.int32)
@@ -250,8 +251,8 @@ def randint(
     high = torch.as_tensor(maxval, dtype=torch.int64, device=key.device).clamp(info.min, info.max if wide else info.max + 1)
     span = (high - low).clamp(min=1)
     upper, lower = (draw(k, 0, math.prod(shape)).reshape(shape) for k in split(key))
-    root = (1 << (32 if wide else 16)) % span
-    offset = rem(rem(upper, span) * rem(root * root & wrap, span) + rem(lower, span) & wrap, span)
+    root = (1 << (32 if wide else 16)) % span           # whose square is 2**w mod span, or taken for 0
+    offset = rem(rem(upper, span) * rem(root * root & wrap, span) + rem(lower, span), span)
     return (low + offset).to(dtype)
 
 

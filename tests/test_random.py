@@ -107,6 +107,8 @@ def test_stored_vectors(name):
 def test_stored_normal():
     stored = torch.tensor([1068548406, -1074812171, -1102303594, -1081842848, -1085088017, -1077806304], dtype=torch.int32)
     assert ulps(random.normal(KEY, (6,)), stored.view(torch.float32)).max() <= 3
+    tail = torch.tensor([-1066412369, -1066524584], dtype=torch.int32)                     # torch.erfinv is 82 and 53 off
+    assert ulps(random.normal(KEY, (20_000,))[[9850, 13340]], tail.view(torch.float32)).max() <= 3
     wide = torch.tensor([4609393050992954958, 4600119308528851679, -4615380263474416129]).view(torch.float64)
     torch.testing.assert_close(random.normal(KEY, (3,), torch.float64), wide, rtol=1e-12, atol=0)    # another approximation
 
@@ -192,10 +194,10 @@ def test_permutation_of_an_array_is_jax(jax, axis, independent):
 
 @pytest.mark.parametrize("dtype, logits, axis, shape", [
     ("float32", (2, 3, 4), -2, None), ("float32", (2, 3, 4), 0, (7, 3, 4)), ("float32", (4,), 0, ()), ("float32", (1, 4), -1, (5,)),
-    ("bfloat16", (130,), -1, (63,)),
+    ("bfloat16", (4,), -1, (781,)),                                        # of 7 bits: u is 0 often
 ], ids=str)
 def test_categorical_is_jax(jax, dtype, logits, axis, shape):
-    logits = torch.randn(logits, generator=torch.Generator().manual_seed(0))
+    logits = 4 * torch.randn(logits, generator=torch.Generator().manual_seed(0))
     for seed in range(3):
         theirs = jax.random.categorical(jax.random.key(seed), jax.numpy.asarray(logits.numpy(), dtype), axis, shape)
         assert same_bits(random.categorical(random.key(seed), logits.to(getattr(torch, dtype)), axis, shape), theirs)
@@ -291,9 +293,9 @@ def test_traced_by_functionalize():
 @pytest.mark.parametrize("draw", [random.normal, lambda k, shape: random.uniform(k, shape, minval=-3.0, maxval=0.1)])
 def test_blocks_change_nothing(draw):
     """More than 2**16 draws are finished in blocks, but not in a graph."""
-    shape = (3, 2**15 + 11)
+    shape = (5, 2**17 + 11)
     graph = make_fx(lambda k: draw(k, shape))(random.key(8))
-    assert len(graph.graph.nodes) < 400
+    assert len(graph.graph.nodes) < 250
     torch.testing.assert_close(graph(KEY), draw(KEY, shape), rtol=0, atol=0)
 
 

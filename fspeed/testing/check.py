@@ -73,19 +73,20 @@ def check_stack(
 
 
 def trajectory(stack: Sequence[str], split: Sequence[int], more: dict | None, problem_: Problem | None, optimizer: Any) -> dict:
-    """What some steps of a stack give on this rank: metrics, parameters and optimizer state, whole."""
+    """What some steps of a stack give on this rank."""
     p = problem_ or problem()
-    rank = dist.get_rank()
-    step = stacked(
-        make_step(p.loss, optimizer or optim.sgd(0.5), layers=p.layers, trainable=p.trainable), stack, mesh(data=len(split)), more
-    )
-    state = step.init(p.params, random.key(1))
-    metrics = []
+    step = make_step(p.loss, optimizer or optim.sgd(0.5), layers=p.layers, trainable=p.trainable)
+    return followed(stacked(step, stack, mesh(data=len(split)), more), p, split, pure="donate" not in stack)
+
+
+def followed(step: Step, problem: Problem, split: Sequence[int], pure: bool = True) -> dict:
+    """What some steps on this rank's rows give: metrics, and all of the state, whole. It checks that a step is pure and stable."""
+    state, metrics = step.init(problem.params, random.key(1)), []
     for i in range(STEPS):
-        batch = tree_map(lambda x: x.split(list(split))[rank], p.batch(i, sum(split)))
+        batch = tree_map(lambda x: x.split(list(split))[dist.get_rank()], problem.batch(i, sum(split)))
         before = tree_map(torch.clone, state)
         after, m = step(state, batch)
-        if "donate" not in stack:
+        if pure:
             assert_equal(state, before, "the state that was passed in")
         assert_stable(before, after)
         metrics.append({k: v for k, v in m.items() if k != "skipped"})

@@ -3,6 +3,7 @@ import torch
 from torch import Tensor
 
 from fspeed.grad import in_backward, in_torch_func, in_trace
+from fspeed.opened import Opening
 from fspeed.shard.pytree import tree_leaves, tree_map
 
 
@@ -14,6 +15,9 @@ class Regathered:
 
     def around(self, opening, at):
         """The layer; what autograd saves of its weights is a note of where they lie, not the weights."""
+        if not isinstance(opening, Opening):
+            return opening          # a shard of a shard: the innermost frees what all views made
+
         def run(stored, *args, **kwargs):
             if not torch.is_grad_enabled() or in_torch_func() or in_trace() or in_backward():
                 return opening(stored, *args, **kwargs)     # nothing is kept, or it is used at once

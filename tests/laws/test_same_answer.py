@@ -3,15 +3,13 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fspeed import optim, random
-from fspeed.shard.pytree import tree_map
+from fspeed import optim
 from fspeed.step import step as make_step
 from fspeed.testing import assert_close, check_stack, mesh, problem, ranks, splits, stacks
-from fspeed.testing.check import ROWS, trajectory
+from fspeed.testing.check import ROWS, followed, trajectory
 from fspeed.testing.stacks import EXACT, PLACEMENTS
 from fspeed.transforms.data_parallel import data_parallel
 from fspeed.transforms.zero_shard import zero_shard
@@ -45,26 +43,24 @@ def test_adam_state_is_the_bare_steps():
     law()
 
 
-def hybrid(order, stage, split):
-    p = problem()
-    grid = mesh(replica=2, data=2)
+def on_a_grid(placements, split):
+    """The bare step under placements over the axes of a 2 x 2 mesh, the first innermost: (axis, ZeRO stage, 0 for replicas)."""
+    p, grid = problem(), mesh(replica=2, data=2)
     step = make_step(p.loss, optim.sgd(0.5), layers=p.layers, trainable=p.trainable)
-    both = {"replica": lambda s: data_parallel(s, grid, axis="replica"), "data": lambda s: zero_shard(s, grid, stage=stage)}
-    for name in order:
-        step = both[name](step)
-    state, metrics = step.init(p.params, random.key(1)), []
-    for i in range(3):
-        state, m = step(state, tree_map(lambda x: x.split(list(split))[dist.get_rank()], p.batch(i, sum(split))))
-        metrics.append(m)
-    return {"metrics": metrics, "params": step.params(state), "opt_state": state.opt_state, "step": state.step}
+    for axis, stage in placements:
+        step = zero_shard(step, grid, axis=axis, stage=stage) if stage else data_parallel(step, grid, axis=axis)
+    return followed(step, p, split)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("order", [("replica", "data"), ("data", "replica")])
-def test_shards_inside_replicas_outside(stage, order):
+REPLICATED = [order for stage in (1, 2, 3) for order in itertools.permutations((("replica", 0), ("data", stage)))]
+SHARDED_TWICE = [(("data", 3), ("replica", 3)), (("replica", 1), ("data", 3)), (("replica", 3), ("data", 2))]
+
+
+@pytest.mark.parametrize("placements", REPLICATED + SHARDED_TWICE, ids=str)
+def test_two_axes(placements):
     expected = ranks(1)(trajectory, (), (ROWS,), None, None, None)[0]
-    for got in ranks(4)(hybrid, order, stage, (3, 0, 2, 2)):
-        assert_close(got, expected, 2e-5, f"{order} stage {stage}")
+    for got in ranks(4)(on_a_grid, placements, (3, 0, 2, 2)):
+        assert_close(got, expected, 2e-5, str(placements))
 
 
 @pytest.mark.parametrize("name", [*EXACT])

@@ -120,7 +120,8 @@ def test_draws_while_torch_func_is_at_work(gpu, n, request):
     path, starts, seen = request.getfixturevalue("interpreted") if gpu else cpu, torch.tensor([3, 2**32 - 2]), []
 
     def draws(x):
-        _, key, start = dispatch(KEY + 0, starts * 1)
+        chosen, key, start = dispatch(KEY + 0, starts * 1)
+        assert chosen is cpu
         for name in OUTPUTS:
             seen.append(getattr(path, name)(key, start, n))
             seen.append(getattr(path, name)(key, 7, n))
