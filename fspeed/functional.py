@@ -145,11 +145,12 @@ class Hole(nn.Module):
 
 
 def _chosen(module: nn.Module, is_layer: Callable[[str], bool]) -> list[str]:
-    paths = [n for n, _ in module.named_modules() if n and is_layer(n.replace(".", "/"))]
+    with_params = [n for n, m in module.named_modules() if n and next(m.parameters(), None) is not None]
+    paths = [n for n in with_params if is_layer(n.replace(".", "/"))]
     found = [n for n in paths if not any(n.startswith(other + ".") for other in paths)]
     if not found:
-        some = ", ".join(n.replace(".", "/") for n, _ in list(module.named_modules())[1:8])
-        raise ValueError(f"functional: layers= matches no submodule; there are {some} ...")
+        some = ", ".join(n.replace(".", "/") for n in with_params[:7])
+        raise ValueError(f"functional: layers= matches no submodule with parameters; there are {some} ...")
     return found
 
 

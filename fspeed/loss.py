@@ -28,7 +28,7 @@ class Loss(NamedTuple):
 
     def value(self) -> Tensor:
         weight = torch.as_tensor(self.weight)
-        return self.total / torch.where(weight == 0, 1, weight)
+        return self.total / torch.where(weight == 0, torch.inf, weight)
 
 
 def mean(values: Tensor, mask: Tensor | None = None) -> Loss:
@@ -80,7 +80,8 @@ def as_metrics(out: Any, rows: Tensor, buffers: Any = (), weights: dict[str, Ten
         )
     count = count.to(torch.float64)
     changed = enumerate(zip(tree_leaves(new), tree_leaves(buffers), strict=True))
-    return {**found, BUFFERS: {i: Loss(b.detach().to(torch.float64) * len(rows), count) for i, (b, old) in changed if b is not old}}
+    part = lambda b: Loss(torch.where(count == 0, 0, b.detach().to(torch.float64) * count), count)      # no rows say nothing
+    return {**found, BUFFERS: {i: part(b) for i, (b, old) in changed if b is not old}}
 
 
 ROWS = "rows"
@@ -91,7 +92,7 @@ def _terms(terms: Any, weights: dict[str, Tensor], count: Tensor) -> Loss:
     if not isinstance(terms, dict) or set(terms) != set(weights) - {ROWS}:
         got = sorted(terms) if isinstance(terms, dict) else f"a {type(terms).__name__}"
         raise TypeError(f"a loss under weights= must return {{name: fs.Loss}} for {sorted(set(weights) - {ROWS})}, got {got}")
-    over = lambda x, weight: x / torch.where(weight == 0, 1, weight)
+    over = lambda x, weight: x / torch.where(weight == 0, torch.inf, weight)
     total = sum(over(_as_loss(name, terms[name], count).total, weights[name]) for name in terms)
     return Loss(total, over(count.to(torch.float64), weights[ROWS]))
 
@@ -100,7 +101,7 @@ def new_buffers(buffers: Any, metrics: dict[str, Any]) -> Any:
     """Buffers with those that were written replaced by their mean over all parts of the batch; taken out of the metrics."""
     leaves, spec = tree_flatten(buffers)
     for i, mean in metrics.pop(BUFFERS, {}).items():
-        leaves[i] = mean.value().to(leaves[i].dtype)
+        leaves[i] = torch.where(mean.weight == 0, leaves[i], mean.value().to(leaves[i].dtype))
     return spec.unflatten(leaves)
 
 

@@ -163,7 +163,7 @@ class Step:
             raise RuntimeError("a step needs gradients, which torch.inference_mode() forbids; only `evaluate` runs inside it")
         metrics, grads = self._run(Opened(self.loss, self.reduce), self.base, state, batch)
         weight = metrics["loss"].weight
-        weight = torch.where(weight == 0, 1, weight)
+        weight = torch.where(weight == 0, torch.inf, weight)
         return metrics, tree_map(lambda g: g / weight.to(g.dtype), grads)
 
     def evaluate(self, state: State, batch: Any) -> dict[str, Tensor]:

@@ -170,8 +170,7 @@ def set_generators(states: list[Tensor]) -> None:
 # ---------------------------------------------------------------- gradients that would be lost
 def refuse_closures(fn: Callable, name: Any) -> None:
     """Raise if a function uses, beside its arguments, a tensor that is differentiated."""
-    inner = getattr(fn, "fn", fn)
-    lost = [held for held, x in closed_over(inner) if torch.is_grad_enabled() and requires_grad(x)]
+    lost = [held for held, x in closed_over(fn) if torch.is_grad_enabled() and requires_grad(x)]
     if lost:
         raise TypeError(_message(name, f"the differentiated tensor {lost[0]!r}"))
 
