@@ -87,16 +87,16 @@ def _vjp_watched(f, tree):
 
     def flat(*xs):
         box["out"], box["aux"] = f(replace_live(tree, xs))
-        return tuple(live(box["out"])), tuple(tree_leaves(box["aux"]))
+        return tuple(live(box["out"])), tuple(x for x in tree_leaves(box["aux"]) if isinstance(x, Tensor))
 
     form = live_form(tree)
     outs, pull, aux = torch.func.vjp(flat, *live(tree), has_aux=True)
     new = iter(aux)
     back = lambda cotangents: form(pull(tuple(live(cotangents))))
-    return replace_live(box["out"], outs), back, tree_map(lambda _: next(new), box["aux"])
+    return replace_live(box["out"], outs), back, tree_map(lambda x: next(new) if isinstance(x, Tensor) else x, box["aux"])
 
 
-def closed_over(fn: Any, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
+def closed_over(fn: Any, depth: int = 4) -> Iterator[tuple[str, Tensor]]:
     """The tensors that a function holds by name, other than its arguments: in its closure, its
     globals, its defaults, or bound by partial."""
     if isinstance(fn, functools.partial):
@@ -106,7 +106,7 @@ def closed_over(fn: Any, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
         held.update({n: fn.__globals__[n] for n in fn.__code__.co_names if isinstance(fn.__globals__.get(n), Tensor)})
         held.update({f"default {i}": d for i, d in enumerate(fn.__defaults__ or ())}, **(fn.__kwdefaults__ or {}))
     else:
-        held = {}
+        held = {"fn": getattr(fn, "fn", None)}          # an opened layer, for one
     for name, value in held.items():
         if callable(value) and depth:
             yield from closed_over(value, depth - 1)
