@@ -13,7 +13,7 @@ from fspeed.optim.decay import add_decayed_weights
 from fspeed.optim.ema import ema
 from fspeed.optim.leaves import every
 from fspeed.optim.masking import Mask
-from fspeed.optim.moments import abs_sq, wide
+from fspeed.optim.moments import abs_sq, near, wide
 from fspeed.optim.ratio import scale_by_param_block_rms
 from fspeed.optim.scale import scale, scale_by_learning_rate
 from fspeed.optim.wholes import on_whole, outline
@@ -71,14 +71,14 @@ def scale_by_factored_rms(
 
     def init(params: Any) -> FactoredState:
         count, whole = new_count(params), outline(params)
-        zeros = lambda shape: tree_map(lambda p: torch.zeros(shape(tuple(p.shape)), dtype=p.dtype, device=count.device), whole)
+        zeros = lambda shape: tree_map(lambda p: p.new_zeros(shape(tuple(p.shape))), whole)
         return FactoredState(count, zeros(lambda s: _means(s, dims(s), 1)), zeros(lambda s: _means(s, dims(s), 0)), zeros(
             lambda s: (1,) if dims(s) else s
         ))
 
     def update(updates: Any, state: FactoredState, params: Any = None) -> tuple[Any, FactoredState]:
         decay = decay_rate_fn(state.count.to(torch.float64) - step_offset, decay_rate)
-        mean = lambda old, new: (decay * wide(old) + (1 - decay) * new).to(old.dtype)
+        mean = lambda old, new: (near(decay, old) * wide(old) + near(1 - decay, old) * new).to(old.dtype)
 
         def one(_: None, g: Tensor, v_row: Tensor, v_col: Tensor, v: Tensor) -> tuple[Tensor, ...]:
             squares = abs_sq(wide(g)) + epsilon

@@ -8,7 +8,7 @@ from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, 
 from fspeed.optim.combine import chain
 from fspeed.optim.decay import add_decayed_weights
 from fspeed.optim.masking import Mask
-from fspeed.optim.moments import bias_correction, kept, over_root, update_moment, update_second_moment, wide, zeros
+from fspeed.optim.moments import bias_correction, kept, near, over_root, update_moment, update_second_moment, wide, zeros
 from fspeed.optim.scale import scale_by_learning_rate
 from fspeed.shard.pytree import tree_map
 
@@ -46,7 +46,7 @@ def scale_by_adan(
         return ScaleByAdanState(zeros(params), zeros(params), zeros(params), zeros(params), new_count(params))
 
     def update(updates: Any, state: ScaleByAdanState, params: Any = None) -> tuple[Any, ScaleByAdanState]:
-        change = tree_map(lambda g, last: torch.where(state.t == 0, 0, wide(g) - wide(last)), updates, state.g)
+        change = tree_map(lambda g, last: torch.where(near(state.t == 0, g), 0, wide(g) - wide(last)), updates, state.g)
         m, v = update_moment(updates, state.m, b1), update_moment(change, state.v, b2)
         n = update_second_moment(tree_map(lambda g, d: wide(g) + (1 - b2) * d, updates, change), state.n, b3)
         t = increment(state.t)

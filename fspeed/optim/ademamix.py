@@ -8,7 +8,7 @@ from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, 
 from fspeed.optim.combine import chain
 from fspeed.optim.decay import add_decayed_weights
 from fspeed.optim.masking import Mask
-from fspeed.optim.moments import bias_correction, kept, over_root, update_moment, update_second_moment, zeros
+from fspeed.optim.moments import bias_correction, kept, near, over_root, update_moment, update_second_moment, zeros
 from fspeed.optim.scale import scale_by_learning_rate
 from fspeed.shard.pytree import tree_map
 
@@ -51,7 +51,7 @@ def scale_by_ademamix(
         slow, much = value_at(b3, state.count_m2), value_at(alpha, state.count_m2)
         m1, m2 = update_moment(updates, state.m1, b1), update_moment(updates, state.m2, slow)
         nu, count = update_second_moment(updates, state.nu, b2), increment(state.count)
-        mean = tree_map(lambda a, b: a + much * b, bias_correction(m1, b1, count), m2)
+        mean = tree_map(lambda a, b: a + near(much, b) * b, bias_correction(m1, b1, count), m2)
         out = over_root(updates, mean, bias_correction(nu, b2, count), eps, eps_root)
         return out, kept(state, m1=m1, m2=m2, nu=nu)._replace(count=count, count_m2=increment(state.count_m2))
 

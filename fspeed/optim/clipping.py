@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from fspeed.optim.base import GradientTransformation, Number, require_params, stateless, stateless_with_tree_map
-from fspeed.optim.fused import number
+from fspeed.optim.fused import fixed, number
 from fspeed.optim.leaves import by_leaf, every
-from fspeed.optim.moments import abs_sq
+from fspeed.optim.moments import abs_sq, near
 from fspeed.optim.norms import global_norm, leaf_rms, safe_sqrt
 from fspeed.optim.scale import times
 from fspeed.optim.wholes import on_whole
-from fspeed.shard.pytree import tree_map
+from fspeed.shard.pytree import tree_flatten, tree_map, tree_unflatten
 
 
 def clip(max_delta: float) -> GradientTransformation:
@@ -50,12 +50,21 @@ def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
     """
     def run(updates: Any, params: Any) -> Any:
         norm = global_norm(updates)
-        if number(norm) is not norm and number(norm) <= max_norm:
-            return updates
         by = torch.where(norm <= max_norm, 1, max_norm / torch.where(norm == 0, 1, norm))
-        return tree_map(lambda u: torch.where(norm.isinf(), 0, u * by).to(u.dtype), updates)
+        if fixed(number(by)):
+            return _times(number(by), updates)
+        infinite = norm.isinf()
+        return tree_map(lambda u: torch.where(near(infinite, u), 0, u * near(by, u)).to(u.dtype), updates)
 
     return stateless(run)
+
+
+def _times(by: float, updates: Any) -> Any:
+    """Updates times a number: as they are if it is 1, zeros, even for what is infinite, if it is 0."""
+    if by in (0, 1):
+        return updates if by else tree_map(torch.zeros_like, updates)
+    leaves, spec = tree_flatten(updates)
+    return tree_unflatten(spec, torch._foreach_mul(leaves, by))
 
 
 def clip_by_block_rms(threshold: Number) -> GradientTransformation:

@@ -6,6 +6,7 @@ from torch import Tensor
 from fspeed.optim.base import EmptyState, GradientTransformation, NumberOrSchedule, increment, new_count, require_params, value_at
 from fspeed.optim.leaves import as_function, by_leaf, spread
 from fspeed.optim.masking import Mask, MaskedState
+from fspeed.optim.moments import near
 from fspeed.shard.pytree import tree_map
 
 
@@ -45,7 +46,7 @@ def add_decayed_weights(weight_decay: NumberOrSchedule = 0.0, mask: Mask | None 
         by, new = decay_now(weight_decay, state)
         if isinstance(by, (int, float)) and by == 0:
             return updates, new
-        decayed = lambda u, p: (u + by * p).to(u.dtype)
+        decayed = lambda u, p: (u + near(by, p) * p).to(u.dtype)
         if mask is None:
             return tree_map(decayed, updates, params), new
         return by_leaf(lambda yes, u, p: decayed(u, p) if yes else u, spread(decays, updates), updates, params), new

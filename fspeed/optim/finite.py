@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from fspeed.optim.base import GradientTransformation, increment, new_count
+from fspeed.optim.moments import near
 from fspeed.optim.norms import all_finite
 from fspeed.shard.pytree import tree_map
 
@@ -43,9 +44,9 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int) 
         in_a_row = torch.where(finite, 0, increment(state.notfinite_count))
         go = finite | (in_a_row > max_consecutive_errors)
         out, inner_state = inner.update(updates, state.inner_state, params)
-        return tree_map(lambda u: torch.where(go, u, 0), out), ApplyIfFiniteState(
+        return tree_map(lambda u: torch.where(near(go, u), u, 0), out), ApplyIfFiniteState(
             in_a_row, finite, torch.where(finite, state.total_notfinite, increment(state.total_notfinite)),
-            tree_map(lambda new, old: torch.where(go, new, old), inner_state, state.inner_state),
+            tree_map(lambda new, old: torch.where(near(go, new), new, old), inner_state, state.inner_state),
         )
 
     return GradientTransformation(init, update)

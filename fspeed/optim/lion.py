@@ -11,7 +11,7 @@ from fspeed.optim.decay import add_decayed_weights, decay_now
 from fspeed.optim.fused import Row, fixed, in_one_pass, rate_for, rows
 from fspeed.optim.leaves import as_function
 from fspeed.optim.masking import Mask
-from fspeed.optim.moments import cast_like, update_moment, wide, zeros
+from fspeed.optim.moments import cast_like, near, update_moment, wide, zeros
 from fspeed.optim.scale import rate_now, scale_by_learning_rate
 from fspeed.shard.pytree import tree_map
 
@@ -98,11 +98,10 @@ def lion(
         lr, next_rate = rate_now(learning_rate, state[2])
         wd, next_decay = decay_now(weight_decay, state[1])
         found = rows(decays, params, grads, state[0].mu)
-        rate = rate_for(lr, state[0].count.device)
-        if found is None or rate is None or (isinstance(wd, Tensor) and requires_grad(wd)):
+        if found is None or rate_for(lr, state[0].count.device) is None or (isinstance(wd, Tensor) and requires_grad(wd)):
             return None
         for decayed, row in found:
-            _descend(row, rate, b1, b2, wd if decayed else 0.0)
+            _descend(row, rate_for(lr, row[0].device), b1, b2, near(wd, row[0]) if decayed else 0.0)
         return params, (ScaleByLionState(increment(state[0].count), state[0].mu), next_decay, next_rate)
 
     return in_one_pass(plain, fused) if mu_dtype is None and fixed(b1, b2) else plain

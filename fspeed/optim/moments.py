@@ -14,6 +14,11 @@ def wide(x: Tensor) -> Tensor:
     return x.to(at_least_float32(x.dtype))
 
 
+def near(number: Any, x: Tensor) -> Any:
+    """A number as it can be multiplied with x: a tensor on its device."""
+    return number.to(x.device) if isinstance(number, Tensor) else number
+
+
 def zeros(params: Any, dtype: torch.dtype | None = None) -> Any:
     """A tree of zeros like params."""
     return tree_map(lambda p: torch.zeros_like(p, dtype=dtype), params)
@@ -36,12 +41,12 @@ def kept(state: Any, **new: Any) -> Any:
 
 def update_moment(updates: Any, moments: Any, decay: Any) -> Any:
     """(1 - decay) g + decay m."""
-    return tree_map(lambda g, m: (1 - decay) * wide(g) + decay * wide(m), updates, moments)
+    return tree_map(lambda g, m: near(1 - decay, g) * wide(g) + near(decay, m) * wide(m), updates, moments)
 
 
 def update_second_moment(updates: Any, moments: Any, decay: Any) -> Any:
     """(1 - decay) |g|^2 + decay v."""
-    return tree_map(lambda g, v: (1 - decay) * abs_sq(wide(g)) + decay * wide(v), updates, moments)
+    return tree_map(lambda g, v: near(1 - decay, g) * abs_sq(wide(g)) + near(decay, v) * wide(v), updates, moments)
 
 
 def abs_sq(x: Tensor) -> Tensor:
@@ -56,7 +61,7 @@ def correction(decay: Any, count: Tensor) -> Tensor:
 def bias_correction(moments: Any, decay: Any, count: Tensor) -> Any:
     """m / (1 - decay^count): the average as if it had not begun at zero."""
     by = correction(decay, count)
-    return tree_map(lambda m: (m / by).to(m.dtype), moments)
+    return tree_map(lambda m: (m / near(by, m)).to(m.dtype), moments)
 
 
 def debiased_mean(updates: Any, mu: Any, decay: Any, count: Tensor, nesterov: bool = False) -> Any:
@@ -64,9 +69,9 @@ def debiased_mean(updates: Any, mu: Any, decay: Any, count: Tensor, nesterov: bo
     if not nesterov:
         return bias_correction(mu, decay, count)
     ahead, now = bias_correction(mu, decay, increment(count)), bias_correction(tree_map(wide, updates), decay, count)
-    return tree_map(lambda m, g: decay * m + (1 - decay) * g, ahead, now)
+    return tree_map(lambda m, g: near(decay, m) * m + near(1 - decay, g) * g, ahead, now)
 
 
 def over_root(updates: Any, mu: Any, nu: Any, eps: Any, eps_root: Any = 0.0) -> Any:
     """mu / (sqrt(nu + eps_root) + eps), in the updates' dtypes."""
-    return tree_map(lambda u, m, v: (m / ((v + eps_root).sqrt() + eps)).to(u.dtype), updates, mu, nu)
+    return tree_map(lambda u, m, v: (m / ((v + near(eps_root, v)).sqrt() + near(eps, v))).to(u.dtype), updates, mu, nu)

@@ -68,7 +68,7 @@ def newton_schulz(
     if preconditioning in ("frobenius", "spectral"):
         order: Any = "fro" if preconditioning == "frobenius" else 2
         x = x / (torch.linalg.matrix_norm(x, order, keepdim=True) + eps)
-    rows = ns_coeffs.to(x.dtype)
+    rows = ns_coeffs.to(x.device, x.dtype)
     for i, (a, b, c) in enumerate(rows if rows.dim() == 2 else [rows] * ns_steps):
         gram = x @ x.mH
         if i == 0 and preconditioning in ("aol", "schatten"):

@@ -1,6 +1,7 @@
 """Norms of trees and of their leaves, right on any placement: what several ranks hold counts once."""
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,29 +32,30 @@ def global_norm(updates: Any) -> Tensor:
     >>> global_norm({"b": torch.tensor(3.), "w": torch.tensor([4.])})
     tensor(5.)
     """
-    squares = [x.sum() for _, x in _squares(updates)]
-    return safe_sqrt(summed(torch.stack(squares).sum() if squares else torch.zeros(()), updates))
+    found = [(holders, x, None) for holders, (x,) in pieces(HOLDERS, updates)]
+    return safe_sqrt(summed(together([squares.sum() for _, squares in _squares(found)]).sum(), updates))
 
 
-def _squares(tree: Any) -> list[tuple[list[int], Tensor]]:
-    """What this rank has of the squared norms of leaves: (the leaves' numbers, their shares), for each number of holders."""
-    found: dict[int, tuple[list[int], list[Tensor]]] = {}
-    for leaf, (x,) in pieces(_itself, tree):
-        numbers, xs = found.setdefault(leaf.holders, ([], []))
-        numbers.append(leaf.number)
+def _squares(found: list[tuple[int, Tensor, Any]]) -> list[tuple[list, Tensor]]:
+    """(keys, squared norms over holders) of (holders, tensor, key)s: a vector for each number of holders and device."""
+    alike: dict[Any, tuple[list, list[Tensor]]] = {}
+    for holders, x, key in found:
+        keys, xs = alike.setdefault((holders, x.device), ([], []))
+        keys.append(key)
         xs.append(x)
-    return [(numbers, torch.stack(norms(xs)).square() / holders) for holders, (numbers, xs) in found.items()]
+    return [(keys, norms(xs).square() / holders) for (holders, _), (keys, xs) in alike.items()]
 
 
-def _itself(leaf: Leaf) -> Leaf:
-    return leaf
-
-
-def norms(xs: list[Tensor]) -> list[Tensor]:
-    """The norm of each of some tensors, in at least float32."""
+def norms(xs: Sequence[Tensor]) -> Tensor:
+    """The norms of tensors on one device, in at least float32: (tensors,)."""
     if in_torch_func() or len({x.dtype for x in xs}) > 1:
-        return [torch.linalg.vector_norm(x, dtype=at_least_float32(x.dtype)) for x in xs]
-    return list(torch._foreach_norm(xs, 2, at_least_float32(xs[0].dtype)))
+        return torch.stack([torch.linalg.vector_norm(x, dtype=at_least_float32(x.dtype)) for x in xs])
+    return torch.stack(torch._foreach_norm(list(xs), 2, at_least_float32(xs[0].dtype)))
+
+
+def together(xs: Sequence[Tensor]) -> Tensor:
+    """0-d tensors as one, where the first is: (tensors,)."""
+    return torch.stack([x.to(xs[0].device) for x in xs]) if xs else torch.zeros(0)
 
 
 def safe_sqrt(x: Tensor) -> Tensor:
@@ -80,12 +82,16 @@ def leaf_norms(*trees: Any) -> Tensor:
 
 def _by_leaf(tree: Any) -> Tensor:
     """What this rank has of the square of each leaf's norm."""
-    mine: list[Any] = [None] * len(leaf_sizes(tree))
-    for numbers, shares in _squares(tree):
-        for i, share in zip(numbers, shares.unbind(), strict=True):
-            mine[i] = share if mine[i] is None else mine[i] + share
-    zero = next((torch.zeros_like(x) for x in mine if x is not None), torch.zeros(()))
-    return torch.stack([zero if x is None else x for x in mine]) if mine else zero.expand(0)
+    mine: dict[int, Tensor] = {}
+    for numbers, squares in _squares([(leaf.holders, x, leaf.number) for leaf, (x,) in pieces(_itself, tree)]):
+        for i, x in zip(numbers, squares.unbind(), strict=True):
+            mine[i] = mine[i] + x if i in mine else x
+    zero = next((torch.zeros_like(x) for x in mine.values()), torch.zeros(()))
+    return together([mine.get(i, zero) for i in range(len(leaf_sizes(tree)))])
+
+
+def _itself(leaf: Leaf) -> Leaf:
+    return leaf
 
 
 def leaf_rms(*trees: Any) -> Tensor:
@@ -104,12 +110,11 @@ def leaf_sizes(tree: Any) -> list[int]:
 
 def all_finite(tree: Any) -> Tensor:
     """Whether every element on every rank is finite: bool, 0-d."""
-    good = [(x.abs() < math.inf).all() for x in tree_leaves(tree)]
-    bad = torch.stack(good).all().logical_not().to(torch.float32) if good else torch.zeros(())
-    return summed(bad, tree) == 0
+    good = together([(x.abs() < math.inf).all() for x in tree_leaves(tree)])
+    return summed(good.all().logical_not().to(torch.float32), tree) == 0
 
 
 def sum_of_products(a: Any, b: Any) -> Tensor:
     """The inner product of two trees that are stored alike, the same on every rank."""
     found = [(x * y).sum(dtype=at_least_float32(x.dtype)) / n for n, (x, y) in pieces(HOLDERS, a, b)]
-    return summed(torch.stack(found).sum() if found else torch.zeros(()), a)
+    return summed(together(found).sum(), a)

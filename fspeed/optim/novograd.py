@@ -7,7 +7,7 @@ from torch import Tensor
 from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, increment, new_count, require_params
 from fspeed.optim.combine import chain
 from fspeed.optim.leaves import by_leaf, numbers
-from fspeed.optim.moments import cast_like, wide, zeros
+from fspeed.optim.moments import cast_like, near, wide, zeros
 from fspeed.optim.norms import leaf_norms
 from fspeed.optim.scale import scale_by_learning_rate
 from fspeed.optim.wholes import outline
@@ -46,19 +46,18 @@ def scale_by_novograd(
     tensor([0.6000, 0.8000])
     """
     def init(params: Any) -> ScaleByNovogradState:
-        count = new_count(params)
-        nu = tree_map(lambda p: torch.zeros((), dtype=p.dtype, device=count.device), outline(params))
-        return ScaleByNovogradState(count, zeros(params, mu_dtype), nu)
+        nu = tree_map(lambda p: p.new_zeros(()), outline(params))
+        return ScaleByNovogradState(new_count(params), zeros(params, mu_dtype), nu)
 
     def update(updates: Any, state: ScaleByNovogradState, params: Any = None) -> tuple[Any, ScaleByNovogradState]:
         require_params(params, "scale_by_novograd")
         first, squares = state.count == 0, list(leaf_norms(updates).squeeze(0).square().unbind())
         old, spec = tree_flatten(state.nu)
         at = [i for group in numbers(updates) for i in group]
-        new = [torch.where(first, squares[i], b2 * wide(v) + (1 - b2) * squares[i]) for i, v in zip(at, old, strict=True)]
-        nu = tree_unflatten(spec, [x.to(v.dtype) for x, v in zip(new, old, strict=True)])
+        mean = lambda v, s: torch.where(near(first, v), s, b2 * wide(v) + (1 - b2) * s).to(v.dtype)
+        nu = tree_unflatten(spec, [mean(v, near(squares[i], v)) for i, v in zip(at, old, strict=True)])
         roots = dict(zip(at, (1 / ((wide(v) + eps_root).sqrt() + eps) for v in tree_leaves(nu)), strict=True))
-        normed = by_leaf(lambda r, g: wide(g) * r, [roots.get(i, s) for i, s in enumerate(squares)], updates)
+        normed = by_leaf(lambda r, g: wide(g) * near(r, g), [roots.get(i, s) for i, s in enumerate(squares)], updates)
         mu = tree_map(lambda m, g, p: b1 * wide(m) + g + weight_decay * wide(p), state.mu, normed, params)
         return cast_like(mu, updates), ScaleByNovogradState(increment(state.count), cast_like(mu, state.mu), nu)
 

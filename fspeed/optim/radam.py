@@ -11,6 +11,7 @@ from fspeed.optim.moments import (
     correction,
     debiased_mean,
     kept,
+    near,
     over_root,
     update_moment,
     update_second_moment,
@@ -51,7 +52,7 @@ def scale_by_radam(
         by = torch.where(ro >= threshold, (ro - 4) * (ro - 2) * limit / ((limit - 4) * (limit - 2) * ro), 1).sqrt()
         mu_hat = debiased_mean(updates, mu, b1, count, nesterov)
         scaled = over_root(updates, mu_hat, bias_correction(nu, b2, count), eps, eps_root)
-        out = tree_map(lambda u, m: torch.where(ro >= threshold, by * u, m).to(u.dtype), scaled, mu_hat)
+        out = tree_map(lambda u, m: torch.where(near(ro >= threshold, u), near(by, u) * u, m).to(u.dtype), scaled, mu_hat)
         return out, kept(state, mu=mu, nu=nu)._replace(count=count)
 
     return GradientTransformation(adam_state, update)

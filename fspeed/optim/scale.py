@@ -13,6 +13,7 @@ from fspeed.optim.base import (
     new_count,
     stateless_with_tree_map,
 )
+from fspeed.optim.moments import near
 from fspeed.shard.pytree import tree_map
 
 
@@ -78,7 +79,7 @@ def scale_by_learning_rate(learning_rate: NumberOrSchedule | None = None, *, fli
 
 def times(number: Any, u: Tensor) -> Tensor:
     """A number times an update, in the update's dtype."""
-    return (number * u).to(u.dtype)
+    return (near(number, u) * u).to(u.dtype)
 
 
 def rate_now(learning_rate: NumberOrSchedule, state: Any) -> tuple[Any, Any]:

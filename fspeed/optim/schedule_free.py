@@ -7,7 +7,7 @@ from torch import Tensor
 from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, increment, new_count, require_params, value_at
 from fspeed.optim.combine import chain
 from fspeed.optim.decay import add_decayed_weights
-from fspeed.optim.moments import cast_like, wide
+from fspeed.optim.moments import cast_like, near, wide
 from fspeed.optim.rms import scale_by_rms
 from fspeed.optim.scale import scale_by_learning_rate
 from fspeed.optim.schedules import warmup_constant_schedule
@@ -34,7 +34,7 @@ def schedule_free_eval_params(state: ScheduleFreeState, params: Any) -> Any:
     >>> schedule_free_eval_params(opt.init(torch.tensor(2.)), torch.tensor(2.))
     tensor(2.)
     """
-    return tree_map(lambda y, z: ((wide(y) - (1 - state.b1) * wide(z)) / state.b1).to(y.dtype), params, state.z)
+    return tree_map(lambda y, z: ((wide(y) - near(1 - state.b1, y) * wide(z)) / near(state.b1, y)).to(y.dtype), params, state.z)
 
 
 def schedule_free(
@@ -82,7 +82,7 @@ def schedule_free(
 
         def moved(p: Tensor, u: Tensor, old: Tensor, new: Tensor) -> Tensor:
             y = wide(p)
-            x = (1 - c) * (y - (1 - b1) * wide(old)) / b1 + c * new
+            x = near(1 - c, y) * (y - (1 - b1) * wide(old)) / b1 + near(c, new) * new
             return (b1 * x + (1 - b1) * new - y).to(u.dtype)
 
         out = tree_map(moved, params, updates, state.z, z)

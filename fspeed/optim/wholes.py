@@ -2,11 +2,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fspeed.optim.leaves import inside, numbers
-from fspeed.shard.piece import GONE, Flat, Piece, pack
+from fspeed.shard.piece import GONE, Flat, Piece, is_gone, pack
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from fspeed.tree import Groups, gathered
 
@@ -20,6 +19,7 @@ def on_whole(f: Callable[..., Any], values: Sequence, tree: Any, *states: Any) -
     Cost: (N-1)/N of the tree's bytes sent by each rank where it lies in flat shards, one all-gather a buffer, and one whole group
         at a time beside it. Every rank computes every leaf.
 
+    >>> import torch
     >>> on_whole(lambda v, x, s: (v * x, s + 1), [2, 3], {"a": torch.ones(1), "b": torch.ones(1)}, {"a": 0, "b": 1})
     ({'a': tensor([2.]), 'b': tensor([3.])}, {'a': 1, 'b': 2})
     """
@@ -64,18 +64,16 @@ def _own_part(piece: Piece, leaves: Iterator[Tensor]) -> Piece:
 
 
 def outline(tree: Any) -> Any:
-    """A tree with meta tensors for its whole leaves, without communication; of `Groups`, `Groups` of whole leaves."""
+    """A tree whose whole leaves have shapes, dtypes and devices, but no memory; no communication."""
     if isinstance(tree, Groups):
         return tree.map(lambda name, group: outline(group))
     is_flat = lambda x: isinstance(x, Piece) and isinstance(x.layout, Flat)
     if not any(map(is_flat, tree_leaves(tree, is_leaf=is_flat))):
-        return tree_map(lambda x: x.to("meta"), tree)
+        return tree
     return outline(tree_map(lambda x: _outlined(x) if is_flat(x) else x, tree, is_leaf=is_flat))
 
 
 def _outlined(piece: Piece) -> Any:
     layout = piece.layout
-    return tree_unflatten(layout.spec, [
-        GONE if layout.buckets[at].frozen else torch.empty(shape, dtype=layout.buckets[at].dtype, device="meta")
-        for at, shape in zip(layout.place, layout.shapes, strict=True)
-    ])
+    rows = [(piece.value[at], shape) for at, shape in zip(layout.place, layout.shapes, strict=True)]
+    return tree_unflatten(layout.spec, [GONE if is_gone(x) else x.new_empty(()).expand(shape) for x, shape in rows])

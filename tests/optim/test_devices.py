@@ -1,4 +1,4 @@
-"""On another device nothing is left on the host and nothing waits for the device: on fake tensors, and on a GPU where there is one."""
+"""On a device nothing is left on the host and nothing is waited for: on fake tensors, and on a GPU where there is one."""
 import pytest
 import torch
 from optimizer_table import SHAPES, TABLE, drawn, is_shape, trained
@@ -11,8 +11,10 @@ from fspeed.testing import assert_close
 every_row = pytest.mark.parametrize("name", TABLE)
 
 
-def fake(device):
-    return tree_map(lambda shape: torch.zeros(shape, device=device), SHAPES, is_leaf=is_shape)
+def fake(layers="cuda"):
+    """Leaves on the GPU, those of the layers where they are said to be."""
+    on = lambda device, shapes: tree_map(lambda shape: torch.zeros(shape, device=device), shapes, is_leaf=is_shape)
+    return {**on("cuda", SHAPES), "layers": on(layers, SHAPES["layers"])}
 
 
 def fused_adamw(params, grads, mus, nus, maxima, steps, *, lr, **numbers):
@@ -27,16 +29,35 @@ def test_an_update_stays_on_its_device_and_waits_for_nothing(name, monkeypatch):
     monkeypatch.setattr(torch, "_fused_adamw_", fused_adamw)
     with FakeTensorMode():
         opt = TABLE[name](optim)
-        params, state = trained(opt, fake("cuda"), [fake("cuda")] * 2)
+        params, state = trained(opt, fake(), [fake()] * 2)
         assert {x.device.type for x in tree_leaves((params, state))} == {"cuda"}
         if opt.apply:
-            params, state = opt.apply(fake("cuda"), state, params)
+            params, state = opt.apply(fake(), state, params)
             assert {x.device.type for x in tree_leaves((params, state))} == {"cuda"}
 
 
-@pytest.mark.gpu
 @every_row
-def test_case_52_a_gpu_gives_what_the_cpu_gives(name):
+def test_leaves_on_two_devices_stay_where_they_are(name, monkeypatch):
+    """As when some groups are offloaded: scalars move, leaves do not."""
+    monkeypatch.setattr(torch, "_fused_adamw_", lambda *lists, **numbers: None)
+    with FakeTensorMode():
+        opt, params = TABLE[name](optim), fake("cpu")
+        state = opt.init(params)
+        for step in (opt.apply, None):
+            if step:
+                params, state = step(fake("cpu"), state, params)
+            else:
+                params, state = trained(opt, params, [fake("cpu")] * 2, state)
+            assert [x.device.type for x in tree_leaves(params)] == [x.device.type for x in tree_leaves(fake("cpu"))]
+
+
+@pytest.mark.gpu
+def test_case_52_a_gpu_gives_what_the_cpu_gives():
+    for name in TABLE:
+        compare(name)
+
+
+def compare(name):
     opt = TABLE[name](optim)
     on = lambda tree, device: tree_map(lambda x: x.to(device), tree)
     params, grads = drawn(0), [drawn(1 + i) for i in range(5)]
