@@ -39,9 +39,9 @@ def watched(*trees: Any) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tree_leaves(trees) if isinstance(x, Tensor))
 
 
-def requires_grad(x: Tensor) -> bool:
-    """Whether somebody differentiates with respect to what x comes from."""
-    return x.requires_grad or torch._C._functorch.is_gradtrackingtensor(x)
+def requires_grad(x: Any) -> bool:
+    """Whether x is a tensor, and somebody differentiates with respect to what it comes from."""
+    return isinstance(x, Tensor) and (x.requires_grad or torch._C._functorch.is_gradtrackingtensor(x))
 
 
 def vjp(f: Callable[[Any], tuple[Any, Any]], tree: Any, *closed: Any) -> tuple[Any, Callable[[Any], Any], Any]:

@@ -1,5 +1,7 @@
 """Optimizers in optax's protocol, with its names, argument names and defaults.
 
+>>> import torch
+>>> import fspeed as fs
 >>> optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.), fs.optim.sgd(0.1))
 >>> params = {"w": torch.zeros(2)}
 >>> updates, _ = optimizer.update({"w": torch.tensor([3., 4.])}, optimizer.init(params), params)
@@ -7,6 +9,9 @@
 {'w': tensor([-0.0600, -0.0800])}
 """
 
+from .adabelief import ScaleByBeliefState as ScaleByBeliefState
+from .adabelief import adabelief as adabelief
+from .adabelief import scale_by_belief as scale_by_belief
 from .adafactor import FactoredState as FactoredState
 from .adafactor import adafactor as adafactor
 from .adafactor import scale_by_factored_rms as scale_by_factored_rms
@@ -16,6 +21,18 @@ from .adam import adamw as adamw
 from .adam import nadam as nadam
 from .adam import nadamw as nadamw
 from .adam import scale_by_adam as scale_by_adam
+from .adamax import adamax as adamax
+from .adamax import adamaxw as adamaxw
+from .adamax import scale_by_adamax as scale_by_adamax
+from .adan import ScaleByAdanState as ScaleByAdanState
+from .adan import adan as adan
+from .adan import scale_by_adan as scale_by_adan
+from .ademamix import ScaleByAdemamixState as ScaleByAdemamixState
+from .ademamix import ademamix as ademamix
+from .ademamix import scale_by_ademamix as scale_by_ademamix
+from .amsgrad import ScaleByAmsgradState as ScaleByAmsgradState
+from .amsgrad import amsgrad as amsgrad
+from .amsgrad import scale_by_amsgrad as scale_by_amsgrad
 from .base import EmptyState as EmptyState
 from .base import GradientTransformation as GradientTransformation
 from .base import identity as identity
@@ -61,6 +78,12 @@ from .muon import newton_schulz as newton_schulz
 from .muon import scale_by_muon as scale_by_muon
 from .muon import scale_by_shape as scale_by_shape
 from .norms import global_norm as global_norm
+from .norms import norms as norms
+from .novograd import ScaleByNovogradState as ScaleByNovogradState
+from .novograd import novograd as novograd
+from .novograd import scale_by_novograd as scale_by_novograd
+from .radam import radam as radam
+from .radam import scale_by_radam as scale_by_radam
 from .ratio import fromage as fromage
 from .ratio import lamb as lamb
 from .ratio import lars as lars
@@ -84,6 +107,11 @@ from .scale import ScaleByScheduleState as ScaleByScheduleState
 from .scale import scale as scale
 from .scale import scale_by_learning_rate as scale_by_learning_rate
 from .scale import scale_by_schedule as scale_by_schedule
+from .schedule_free import ScheduleFreeState as ScheduleFreeState
+from .schedule_free import schedule_free as schedule_free
+from .schedule_free import schedule_free_adamw as schedule_free_adamw
+from .schedule_free import schedule_free_eval_params as schedule_free_eval_params
+from .schedule_free import schedule_free_sgd as schedule_free_sgd
 from .schedules import constant_schedule as constant_schedule
 from .schedules import cosine_decay_schedule as cosine_decay_schedule
 from .schedules import cosine_onecycle_schedule as cosine_onecycle_schedule
@@ -101,6 +129,11 @@ from .schedules import warmup_exponential_decay_schedule as warmup_exponential_d
 from .sgd import TraceState as TraceState
 from .sgd import sgd as sgd
 from .sgd import trace as trace
+from .sign import scale_by_sign as scale_by_sign
+from .sign import sign_sgd as sign_sgd
+from .sign import signum as signum
 from .updates import apply_updates as apply_updates
 from .updates import incremental_update as incremental_update
 from .updates import periodic_update as periodic_update
+from .yogi import scale_by_yogi as scale_by_yogi
+from .yogi import yogi as yogi

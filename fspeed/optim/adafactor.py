@@ -72,8 +72,9 @@ def scale_by_factored_rms(
     def init(params: Any) -> FactoredState:
         count, whole = new_count(params), outline(params)
         zeros = lambda shape: tree_map(lambda p: torch.zeros(shape(tuple(p.shape)), dtype=p.dtype, device=count.device), whole)
-        without = lambda i: lambda shape: _without(shape, dims(shape)[i]) if dims(shape) else (1,)
-        return FactoredState(count, zeros(without(1)), zeros(without(0)), zeros(lambda shape: (1,) if dims(shape) else shape))
+        return FactoredState(count, zeros(lambda s: _means(s, dims(s), 1)), zeros(lambda s: _means(s, dims(s), 0)), zeros(
+            lambda s: (1,) if dims(s) else s
+        ))
 
     def update(updates: Any, state: FactoredState, params: Any = None) -> tuple[Any, FactoredState]:
         decay = decay_rate_fn(state.count.to(torch.float64) - step_offset, decay_rate)
@@ -81,10 +82,11 @@ def scale_by_factored_rms(
 
         def one(_: None, g: Tensor, v_row: Tensor, v_col: Tensor, v: Tensor) -> tuple[Tensor, ...]:
             squares = abs_sq(wide(g)) + epsilon
-            if not dims(g.shape):
+            two = dims(g.shape)
+            if two is None:
                 v = mean(v, squares)
                 return (g * wide(v).rsqrt()).to(g.dtype), v_row, v_col, v
-            second, first = dims(g.shape)
+            second, first = two
             v_row, v_col = mean(v_row, squares.mean(first)), mean(v_col, squares.mean(second))
             rows, columns = wide(v_row).unsqueeze(first), wide(v_col).unsqueeze(second)
             return (g * (rows / rows.mean(second, keepdim=True)).rsqrt() * columns.rsqrt()).to(g.dtype), v_row, v_col, v
@@ -101,8 +103,9 @@ def _two_largest(shape: tuple[int, ...], factored: bool, least: int) -> tuple[in
     return (order[-2], order[-1]) if factored and len(shape) >= 2 and shape[order[-2]] >= least else None
 
 
-def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return shape[:dim] + shape[dim + 1 :]
+def _means(shape: tuple[int, ...], dims: tuple[int, int] | None, which: int) -> tuple[int, ...]:
+    """The shape of the means over one of the two dims."""
+    return shape[: dims[which]] + shape[dims[which] + 1 :] if dims else (1,)
 
 
 def adafactor(

@@ -9,9 +9,9 @@ from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, 
 from fspeed.optim.combine import chain
 from fspeed.optim.decay import add_decayed_weights, decay_now
 from fspeed.optim.fused import fixed, in_one_pass, lists, number, rate_for, rows
-from fspeed.optim.leaves import spread
+from fspeed.optim.leaves import as_function
 from fspeed.optim.masking import Mask
-from fspeed.optim.moments import bias_correction, cast_like, debiased_mean, over_root, update_moment, update_second_moment, zeros
+from fspeed.optim.moments import bias_correction, debiased_mean, kept, over_root, update_moment, update_second_moment, zeros
 from fspeed.optim.scale import rate_now, scale_by_learning_rate
 
 
@@ -20,6 +20,11 @@ class ScaleByAdamState(NamedTuple):
     count: Tensor       # type: ignore[assignment]
     mu: Any
     nu: Any
+
+
+def adam_state(params: Any, mu_dtype: torch.dtype | None = None) -> ScaleByAdamState:
+    """The state before the first update."""
+    return ScaleByAdamState(new_count(params), zeros(params, mu_dtype), zeros(params))
 
 
 def scale_by_adam(
@@ -47,19 +52,16 @@ def scale_by_adam(
     >>> opt.update(torch.tensor([2., -.1]), opt.init(torch.zeros(2)))[0]
     tensor([ 1., -1.])
     """
-    def init(params: Any) -> ScaleByAdamState:
-        return ScaleByAdamState(new_count(params), zeros(params, mu_dtype), zeros(params))
-
     def update(updates: Any, state: ScaleByAdamState, params: Any = None) -> tuple[Any, ScaleByAdamState]:
         mu = update_moment(updates, state.mu, b1)
         nu = update_second_moment(updates, state.nu, b2)
         count = increment(state.count)
-        new = ScaleByAdamState(count, cast_like(mu, state.mu), cast_like(nu, state.nu))
+        new = kept(state, mu=mu, nu=nu)._replace(count=count)
         if debias:
             mu, nu = debiased_mean(updates, mu, b1, count, nesterov), bias_correction(nu, b2, count)
         return over_root(updates, mu, nu, eps, eps_root), new
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(lambda params: adam_state(params, mu_dtype), update)
 
 
 def adam(
@@ -126,11 +128,12 @@ def adamw(
         scale_by_adam(b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov), add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
+    decays = None if mask is None else as_function(mask)
 
     def fused(grads: Any, state: tuple, params: Any) -> tuple[Any, tuple] | None:
         lr, rate = rate_now(learning_rate, state[2])
         wd, decay = decay_now(weight_decay, state[1])
-        moved = _fused(grads, state[0], params, lr, b1, b2, eps, number(wd), mask)
+        moved = _fused(grads, state[0], params, lr, b1, b2, eps, number(wd), decays)
         return moved and (params, (moved, decay, rate))
 
     return in_one_pass(plain, fused) if _fusable(b1, b2, eps, eps_root, mu_dtype, nesterov) else plain
@@ -140,12 +143,12 @@ def _fusable(b1: Any, b2: Any, eps: Any, eps_root: Any, mu_dtype: Any, nesterov:
     return fixed(b1, b2, eps, eps_root) and eps_root == 0 and mu_dtype is None and not nesterov
 
 
+@torch.no_grad()
 def _fused(
     grads: Any, state: ScaleByAdamState, params: Any, lr: Any, b1: Any, b2: Any, eps: Any, wd: Any, mask: Mask | None,
 ) -> ScaleByAdamState | None:
     """Write over params and moments; None, and nothing is written, where torch's kernel does not fit."""
-    flags = None if mask is None else spread(mask, params)
-    found = rows(lambda leaf: True if flags is None else flags[leaf.number], params, grads, state.mu, state.nu)
+    found = rows(mask, params, grads, state.mu, state.nu)
     if found is None or not fixed(wd):
         return None
     count = increment(state.count)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from fspeed.optim.base import GradientTransformation, Number, require_params, stateless, stateless_with_tree_map
+from fspeed.optim.fused import number
 from fspeed.optim.leaves import by_leaf, every
 from fspeed.optim.moments import abs_sq
 from fspeed.optim.norms import global_norm, leaf_rms, safe_sqrt
@@ -39,7 +40,7 @@ def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
     Args:
         max_norm: the greatest norm, over all ranks.
 
-    Cost: `global_norm`'s, and one pass over the updates.
+    Cost: `global_norm`'s, and one pass over the updates; none on the CPU where nothing is clipped.
 
     Source: Pascanu et al., arXiv 1211.5063.
 
@@ -49,14 +50,12 @@ def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
     """
     def run(updates: Any, params: Any) -> Any:
         norm = global_norm(updates)
+        if number(norm) is not norm and number(norm) <= max_norm:
+            return updates
         by = torch.where(norm <= max_norm, 1, max_norm / torch.where(norm == 0, 1, norm))
-        return tree_map(lambda u: _scaled(u, by, norm), updates)
+        return tree_map(lambda u: torch.where(norm.isinf(), 0, u * by).to(u.dtype), updates)
 
     return stateless(run)
-
-
-def _scaled(u: Tensor, by: Tensor, norm: Tensor) -> Tensor:
-    return torch.where(norm.isinf(), 0, u * by).to(u.dtype)
 
 
 def clip_by_block_rms(threshold: Number) -> GradientTransformation:
@@ -75,7 +74,7 @@ def clip_by_block_rms(threshold: Number) -> GradientTransformation:
     tensor([ 1., -1.])
     """
     def run(updates: Any, params: Any) -> Any:
-        by = 1 / (leaf_rms(updates)[0] / threshold).clamp(min=1)
+        by = 1 / (leaf_rms(updates).squeeze(0) / threshold).clamp(min=1)
         return by_leaf(times, list(by.unbind()), updates)
 
     return stateless(run)

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fspeed.optim.base import EmptyState, GradientTransformation, NumberOrSchedule, increment, new_count, require_params, value_at
-from fspeed.optim.leaves import by_leaf, spread
+from fspeed.optim.leaves import as_function, by_leaf, spread
 from fspeed.optim.masking import Mask, MaskedState
 from fspeed.shard.pytree import tree_map
 
@@ -34,6 +34,8 @@ def add_decayed_weights(weight_decay: NumberOrSchedule = 0.0, mask: Mask | None 
     >>> opt.update({"b": torch.tensor(1.), "w": torch.tensor(1.)}, opt.init(params), params)[0]
     {'b': tensor(1.), 'w': tensor(2.)}
     """
+    decays = as_function(mask)
+
     def init(params: Any) -> Any:
         state = WeightDecaySchedule(new_count(params)) if callable(weight_decay) else EmptyState()
         return state if mask is None else MaskedState(state)
@@ -46,7 +48,7 @@ def add_decayed_weights(weight_decay: NumberOrSchedule = 0.0, mask: Mask | None 
         decayed = lambda u, p: (u + by * p).to(u.dtype)
         if mask is None:
             return tree_map(decayed, updates, params), new
-        return by_leaf(lambda yes, u, p: decayed(u, p) if yes else u, spread(mask, updates), updates, params), new
+        return by_leaf(lambda yes, u, p: decayed(u, p) if yes else u, spread(decays, updates), updates, params), new
 
     return GradientTransformation(init, update)
 

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspeed.grad import in_trace, requires_grad
+from fspeed.grad import in_torch_func, in_trace, requires_grad
 from fspeed.optim.base import GradientTransformation
-from fspeed.optim.leaves import pieces
+from fspeed.optim.leaves import ByNumber, every, pieces, spread
 from fspeed.optim.updates import apply_updates
 
 Row = tuple[Tensor, ...]        # elements that lie alike in memory: of parameters, gradients and moments
@@ -16,8 +16,7 @@ Row = tuple[Tensor, ...]        # elements that lie alike in memory: of paramete
 def in_one_pass(plain: GradientTransformation, fused: Callable[[Any, Any, Any], tuple[Any, Any] | None]) -> GradientTransformation:
     """A transformation that has `apply`: fused(grads, state, params), or the plain way where that does nothing and returns None."""
     def apply(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        with torch.no_grad():
-            done = fused(grads, state, params)
+        done = None if in_trace() else fused(grads, state, params)      # a compiler fuses the plain way better
         if done is not None:
             return done
         updates, state = plain.update(grads, state, params)
@@ -31,10 +30,16 @@ def fixed(*hypers: Any) -> bool:
     return all(isinstance(h, (int, float)) for h in hypers)
 
 
-def rows(value: Callable[[Any], Any], params: Any, grads: Any, *moments: Any) -> list[tuple[Any, Row]] | None:
-    """(value, row) for all stretches of elements that are treated alike; None if a fused kernel cannot take one of them."""
+def rows(mask: Callable[[Any], Any] | None, params: Any, grads: Any, *moments: Any) -> list[tuple[bool, Row]] | None:
+    """(masked, row) for all stretches of elements that are treated alike; None if a kernel cannot take one of them.
+
+    Args:
+        mask: from the parameters to a tree of bools; None is True for all.
+        params, grads, moments: trees that are stored alike.
+    """
+    flags = ByNumber(tuple(every(params, True)) if mask is None else spread(mask, params))
     found = []
-    for v, (p, g, *rest) in pieces(value, params, grads, *moments):
+    for v, (p, g, *rest) in pieces(flags, params, grads, *moments):
         if not takes(p, *rest) or torch.promote_types(p.dtype, g.dtype) != p.dtype:
             return None
         if p.numel():
@@ -64,8 +69,8 @@ def lists(found: list[tuple[Any, Row]]) -> Iterator[tuple[Any, list[list[Tensor]
 
 def number(hyper: Any) -> Any:
     """A hyperparameter as python's number, where that neither waits for a device nor loses a gradient or a place in a graph."""
-    on_host = isinstance(hyper, Tensor) and hyper.device.type == "cpu" and not requires_grad(hyper) and not in_trace()
-    return hyper.item() if on_host else hyper
+    on_host = isinstance(hyper, Tensor) and hyper.device.type == "cpu"
+    return hyper.item() if on_host and not (requires_grad(hyper) or in_torch_func() or in_trace()) else hyper
 
 
 def rate_for(learning_rate: Any, device: torch.device) -> Any:

@@ -5,7 +5,8 @@ number in the whole tree, the same on every rank.
 """
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,17 @@ class Leaf(NamedTuple):
     holders: int
 
 
+NUMBER, HOLDERS = attrgetter("number"), attrgetter("holders")
+
+
+class ByNumber(NamedTuple):
+    """A value of each leaf, by its number."""
+    values: tuple
+
+    def __call__(self, leaf: Leaf) -> Any:
+        return self.values[leaf.number]
+
+
 def parts(tree: Any) -> list[list[Segment]]:
     """For each of `tree_leaves(tree)`, the segments of its elements, each with its `Leaf`; padding is in none.
 
@@ -37,14 +49,14 @@ def parts(tree: Any) -> list[list[Segment]]:
     >>> parts(cut({"b": torch.ones(2), "w": torch.ones(3)}, place=(("flat", flat),)))
     [[Segment(start=0, stop=2, value=Leaf(number=0, holders=1)), Segment(start=2, stop=5, value=Leaf(number=1, holders=1))]]
     """
-    if isinstance(tree, Groups):
-        return _parts(tree_structure(tree))     # type: ignore[arg-type]
-    return [[Segment(0, ALL, Leaf(i, 1))] for i in range(len(tree_leaves(tree)))]
+    return _parts(tree_structure(tree))
 
 
 @functools.lru_cache(maxsize=64)
 def _parts(structure: Any) -> list[list[Segment]]:
     groups: Any = tree_unflatten(structure, [UNKNOWN] * structure.num_leaves)
+    if not isinstance(groups, Groups):
+        return [[Segment(0, ALL, Leaf(i, 1))] for i in range(structure.num_leaves)]
     found: list[list[Segment]] = []
     for group, first in _here(groups):
         held = enumerate(_holders(group, _ranks(groups)), first)
@@ -94,35 +106,50 @@ def numbers(tree: Any) -> list[list[int]]:
     return [[i for i, n in enumerate(_holders(group, _ranks(tree)), first) if n] for group, first in _here(tree)]
 
 
-def runs(found: list[Segment], value: Callable[[Leaf], Any]) -> list[Segment]:
-    """The segments of a buffer, those joined that touch and have the same value."""
+@functools.lru_cache(maxsize=64)
+def _stretches(structure: Any, value: Callable[[Leaf], Any]) -> list[list[Segment]]:
+    """The segments of each buffer with a value of their leaf, those joined that touch and have the same."""
+    return [_joined([s._replace(value=value(s.value)) for s in found]) for found in _parts(structure)]
+
+
+def _joined(found: list[Segment]) -> list[Segment]:
     out: list[Segment] = []
     for s in found:
-        v = value(s.value)
-        touches = out and out[-1].stop == s.start and out[-1].value is v
-        out[-1:] = [Segment(out[-1].start, s.stop, v)] if touches else [*out[-1:], Segment(s.start, s.stop, v)]
+        if out and out[-1].stop == s.start and out[-1].value == s.value:
+            s = s._replace(start=out.pop().start)
+        out.append(s)
     return out
 
 
-def pieces(value: Callable[[Leaf], Any], tree: Any, *others: Any) -> Iterator[tuple[Any, tuple[Tensor, ...]]]:
-    """(value, elements of the trees) for each stretch of elements whose leaves have the same value; without padding."""
-    for found, xs in zip(parts(tree), zip(*map(tree_leaves, (tree, *others)), strict=True), strict=True):
-        for start, stop, v in runs(found, value):
+def pieces(value: Any, tree: Any, *others: Any) -> Iterator[tuple[Any, tuple[Tensor, ...]]]:
+    """(value, elements of the trees) for each stretch of elements whose leaves have the same value; without padding.
+
+    Args:
+        value: of a `Leaf`: `NUMBER`, `HOLDERS`, `ByNumber(values)`.
+        tree, others: trees that are stored alike.
+    """
+    stretches = _stretches(tree_structure(tree), value)
+    for found, xs in zip(stretches, zip(*map(tree_leaves, (tree, *others)), strict=True), strict=True):
+        for start, stop, v in found:
             yield v, _sliced(xs, start, stop)
 
 
-def by_leaf(f: Callable[..., Tensor], values: list, tree: Any, *others: Any) -> Any:
+def by_leaf(f: Callable[..., Tensor], values: Sequence, tree: Any, *others: Any) -> Any:
     """f(value, x, ...) on each leaf's elements, values[i] being the value for leaf i; padding goes with what is before it.
 
     >>> by_leaf(lambda v, x: v * x, [2, 3], {"a": torch.ones(1), "b": torch.ones(2)})
     {'a': tensor([2.]), 'b': tensor([3., 3.])}
     """
     leaves, spec = tree_flatten(tree)
+    single = any(isinstance(v, Tensor) for v in values)                 # then no two leaves are treated alike
+    stretches = _stretches(spec, NUMBER if single else ByNumber(tuple(values)))
     out = []
-    for found, xs in zip(parts(tree), zip(leaves, *map(tree_leaves, others), strict=True), strict=True):
-        same = runs(found, lambda leaf: values[leaf.number])
-        ends = [0, *(s.start for s in same[1:]), ALL]
-        new = [f(s.value, *_sliced(xs, start, stop)) for s, start, stop in zip(same, ends, ends[1:], strict=False)]
+    for found, xs in zip(stretches, zip(leaves, *map(tree_leaves, others), strict=True), strict=True):
+        ends = [0, *(s.start for s in found[1:]), ALL]
+        new = [
+            f(values[v] if single else v, *_sliced(xs, start, stop))
+            for (_, _, v), start, stop in zip(found, ends, ends[1:], strict=False)
+        ]
         out.append(torch.cat(new) if len(new) > 1 else new[0] if new else xs[0])
     return tree_unflatten(spec, out)
 
@@ -132,24 +159,35 @@ def _sliced(xs: tuple[Tensor, ...], start: int, stop: int) -> tuple[Tensor, ...]
 
 
 # ---------------------------------------------------------------- masks
-def spread(values: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list:
+def spread(values: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple:
     """One value for each leaf of the whole tree, in order, from a plain tree of values.
 
     Args:
         values: a tree of the whole tree's structure or of a prefix of it; or a function of it. It sees the plain tree; of `Groups`,
-            meta tensors.
+            meta tensors, and then what it returned is remembered.
         tree: `Groups`, or a plain tree.
         is_leaf: what to take as a value though it has children, or is None.
 
     >>> spread(lambda params: tree_map(lambda p: p.dim() > 1, params), {"b": torch.ones(2), "w": torch.ones(2, 2)})
-    [False, True]
+    (False, True)
     """
-    whole = abstract(tree) if isinstance(tree, Groups) else tree
-    if callable(values):
-        values = values(whole)
-    if not isinstance(tree, Groups):
-        out: list = []
-        tree_map(lambda v, sub: out.extend([v] * len(tree_leaves(sub))), values, whole, is_leaf=is_leaf)
-        return out
-    found = by_group(tree, tree_map(lambda v, sub: tree_map(lambda _: v, sub), values, whole, is_leaf=is_leaf))
-    return [v for name in tree.names for v in found[name]]
+    if isinstance(tree, Groups):
+        return (_spread if callable(values) else _spread.__wrapped__)(values, tree_structure(tree), is_leaf)
+    out: list = []
+    made = values(tree) if callable(values) else values
+    tree_map(lambda v, sub: out.extend([v] * len(tree_leaves(sub))), made, tree, is_leaf=is_leaf)
+    return tuple(out)
+
+
+@functools.lru_cache(maxsize=64)
+def _spread(values: Any, structure: Any, is_leaf: Callable[[Any], bool] | None) -> tuple:
+    groups: Any = tree_unflatten(structure, [UNKNOWN] * structure.num_leaves)
+    whole = abstract(groups)
+    made = values(whole) if callable(values) else values
+    found = by_group(groups, tree_map(lambda v, sub: tree_map(lambda _: v, sub), made, whole, is_leaf=is_leaf))
+    return tuple(v for name in groups.names for v in found[name])
+
+
+def as_function(values: Any) -> Callable[[Any], Any]:
+    """A tree of values as a function of the parameters, which `spread` remembers the result of."""
+    return values if callable(values) else lambda params: values

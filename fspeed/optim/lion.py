@@ -4,11 +4,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fspeed.grad import requires_grad
 from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, increment, new_count
 from fspeed.optim.combine import chain
 from fspeed.optim.decay import add_decayed_weights, decay_now
-from fspeed.optim.fused import fixed, in_one_pass, rate_for, rows
-from fspeed.optim.leaves import spread
+from fspeed.optim.fused import Row, fixed, in_one_pass, rate_for, rows
+from fspeed.optim.leaves import as_function
 from fspeed.optim.masking import Mask
 from fspeed.optim.moments import cast_like, update_moment, wide, zeros
 from fspeed.optim.scale import rate_now, scale_by_learning_rate
@@ -91,18 +92,25 @@ def lion(
         scale_by_lion(b1, b2, mu_dtype), add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate)
     )
 
+    decays = None if mask is None else as_function(mask)
+
     def fused(grads: Any, state: tuple, params: Any) -> tuple[Any, tuple] | None:
         lr, next_rate = rate_now(learning_rate, state[2])
         wd, next_decay = decay_now(weight_decay, state[1])
-        flags = None if mask is None else spread(mask, params)
-        found = rows(lambda leaf: flags is None or flags[leaf.number], params, grads, state[0].mu)
+        found = rows(decays, params, grads, state[0].mu)
         rate = rate_for(lr, state[0].count.device)
-        if found is None or rate is None:
+        if found is None or rate is None or (isinstance(wd, Tensor) and requires_grad(wd)):
             return None
-        for decays, (p, g, mu) in found:
-            u = ((1 - b1) * g).add_(b1 * mu).sign_()
-            mu.mul_(b2).add_((1 - b2) * g)
-            p.sub_(rate * (u.add_(wd * p) if decays else u))
+        for decayed, row in found:
+            _descend(row, rate, b1, b2, wd if decayed else 0.0)
         return params, (ScaleByLionState(increment(state[0].count), state[0].mu), next_decay, next_rate)
 
     return in_one_pass(plain, fused) if mu_dtype is None and fixed(b1, b2) else plain
+
+
+@torch.no_grad()
+def _descend(row: Row, rate: Any, b1: Any, b2: Any, wd: Any) -> None:
+    p, g, mu = row
+    u = ((1 - b1) * g).add_(b1 * mu).sign_()
+    mu.mul_(b2).add_((1 - b2) * g)
+    p.sub_(rate * u.add_(wd * p))

@@ -1,12 +1,12 @@
 """Transformations of some leaves only."""
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fspeed.optim.base import GradientTransformation, set_to_zero
-from fspeed.optim.leaves import ALL, by_leaf, parts, spread
-from fspeed.shard.piece import Segment
+from fspeed.optim.leaves import ALL, as_function, by_leaf, parts, spread
+from fspeed.shard.piece import GONE, Segment
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
 from fspeed.tree import Groups
 
@@ -31,7 +31,7 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     """Transform the leaves where a mask is True; the others' updates stay as they are.
 
     Args:
-        inner: what transforms them. It sees `MaskedNode()` in place of the others; in stored groups None, or zeros in a flat
+        inner: what transforms them. It sees `MaskedNode()` in place of the others; in stored groups `()`, or zeros in a flat
             buffer that leaves of both kinds share.
         mask: a tree of bools of the parameters' structure or of a prefix of it, or a function that makes it from them. It is
             given the plain tree on any placement, as meta tensors where parameters are stored in groups.
@@ -44,6 +44,8 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     >>> opt.update(updates, opt.init(params))[0]
     {'a': tensor(2.), 'b': tensor(1.)}
     """
+    mask = as_function(mask)
+
     def init(params: Any) -> MaskedState:
         return MaskedState(inner.init(only(params, spread(mask, params))))
 
@@ -78,13 +80,15 @@ def partition(transforms: Mapping[Hashable, GradientTransformation], param_label
     >>> opt.update(updates, opt.init(params))[0]
     {'a': tensor(0.5000), 'b': tensor(0.)}
     """
-    parts_of = {
-        label: masked(t, lambda tree, label=label: tree_map(lambda x: x == label, _labels(param_labels, tree)))
-        for label, t in transforms.items()
-    }
+    labels = as_function(param_labels)
+
+    def labelled(label: Hashable) -> Mask:
+        return lambda tree: tree_map(lambda x: x == label, labels(tree))
+
+    parts_of = {label: masked(t, labelled(label)) for label, t in transforms.items()}
 
     def init(params: Any) -> PartitionState:
-        unknown = set(spread(param_labels, params)) - set(transforms)
+        unknown = set(spread(labels, params)) - set(transforms)
         if unknown:
             raise ValueError(f"partition: no transformation is labelled {sorted(map(repr, unknown))}; there are {list(transforms)}")
         return PartitionState({label: t.init(params) for label, t in parts_of.items()})
@@ -115,20 +119,16 @@ def freeze(mask: Mask) -> GradientTransformation:
     return masked(set_to_zero(), mask)
 
 
-def _labels(labels: Any, tree: Any) -> Any:
-    return labels(tree) if callable(labels) else labels
-
-
-def only(tree: Any, keep: list[bool]) -> Any:
+def only(tree: Any, keep: Sequence[bool]) -> Any:
     """The tree as the transformation of the kept leaves sees it."""
     spec = tree_structure(tree)
-    unseen = None if isinstance(tree, Groups) else MaskedNode()
+    unseen: Any = GONE if isinstance(tree, Groups) else MaskedNode()
     parted = by_leaf(lambda kept, x: x if kept else torch.zeros_like(x), keep, tree)
     rows = zip(parts(tree), tree_leaves(parted), strict=True)
     return tree_unflatten(spec, [unseen if _unseen(found, keep) else x for found, x in rows])
 
 
-def chosen(new: Any, old: Any, keep: list[bool]) -> Any:
+def chosen(new: Any, old: Any, keep: Sequence[bool]) -> Any:
     """The leaves of `new`, which `only` left, and in place of the others those of `old`."""
     leaves, spec = tree_flatten(old)
     news = iter(tree_leaves(new))
@@ -136,6 +136,6 @@ def chosen(new: Any, old: Any, keep: list[bool]) -> Any:
     return by_leaf(lambda kept, o, n: n if kept else o, keep, old, filled)
 
 
-def _unseen(found: list[Segment], keep: list[bool]) -> bool:
+def _unseen(found: list[Segment], keep: Sequence[bool]) -> bool:
     """Whether what is stored is a single leaf, and not kept."""
     return bool(found) and found[0].stop == ALL and not keep[found[0].value.number]

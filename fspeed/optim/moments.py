@@ -19,9 +19,19 @@ def zeros(params: Any, dtype: torch.dtype | None = None) -> Any:
     return tree_map(lambda p: torch.zeros_like(p, dtype=dtype), params)
 
 
+def full(params: Any, value: Any) -> Any:
+    """A tree of a number like params; flat buffers are padded with it too, which nothing reads."""
+    return tree_map(lambda p: torch.full_like(p, value), params)
+
+
 def cast_like(tree: Any, like: Any) -> Any:
     """A tree in the dtypes of another: a state keeps the dtypes it began with."""
     return tree_map(lambda x, y: x.to(y.dtype), tree, like)
+
+
+def kept(state: Any, **new: Any) -> Any:
+    """A state with new moments, by name, in the dtypes that it began with."""
+    return state._replace(**{name: cast_like(x, getattr(state, name)) for name, x in new.items()})
 
 
 def update_moment(updates: Any, moments: Any, decay: Any) -> Any:

@@ -10,7 +10,7 @@ from fspeed.optim.adam import adamw
 from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, increment, new_count, stateless
 from fspeed.optim.combine import chain
 from fspeed.optim.decay import add_decayed_weights
-from fspeed.optim.leaves import by_leaf, spread
+from fspeed.optim.leaves import as_function, by_leaf, spread
 from fspeed.optim.masking import Mask, partition
 from fspeed.optim.moments import cast_like, debiased_mean, update_moment, zeros
 from fspeed.optim.scale import scale_by_learning_rate, times
@@ -111,7 +111,7 @@ def scale_by_muon(
     """
     if preconditioning not in PRECONDITIONINGS:
         raise ValueError(f"scale_by_muon: preconditioning must be one of {PRECONDITIONINGS}, got {preconditioning!r}")
-    coeffs = torch.tensor(ns_coeffs)
+    coeffs, numbers = torch.tensor(ns_coeffs), dimension_numbers(weight_dimension_numbers)
     if coeffs.dim() > 2 or coeffs.shape[-1] != 3 or (coeffs.dim() == 2 and len(coeffs) > ns_steps):
         raise ValueError(f"scale_by_muon: ns_coeffs must be 3, or at most ns_steps={ns_steps} rows of 3, got {tuple(coeffs.shape)}")
 
@@ -129,7 +129,7 @@ def scale_by_muon(
             return ((x.conj() * u).sum() * u if adaptive else u,)
 
         mean = debiased_mean(updates, mu, beta, count, nesterov)
-        out, = on_whole(one, dimension_numbers(weight_dimension_numbers, updates), mean)
+        out, = on_whole(one, spread(numbers, updates, is_leaf=_is_numbers), mean)
         return cast_like(out, updates), MuonState(count, cast_like(mu, state.mu), state.ns_coeffs)
 
     return GradientTransformation(init, update)
@@ -149,6 +149,8 @@ def scale_by_shape(weight_dimension_numbers: Any = None, consistent_rms: Number 
     >>> scale_by_shape().update(torch.ones(1, 4), ())[0]
     tensor([[2., 2., 2., 2.]])
     """
+    numbers = dimension_numbers(weight_dimension_numbers)
+
     def factor(x: Tensor, dims: MuonDimensionNumbers | None) -> Any:
         if dims is None:
             return 1.0
@@ -158,8 +160,8 @@ def scale_by_shape(weight_dimension_numbers: Any = None, consistent_rms: Number 
         return max(fan_in, fan_out) ** 0.5 * consistent_rms
 
     def run(updates: Any, params: Any) -> Any:
-        dims = dimension_numbers(weight_dimension_numbers, updates)
-        shapes = spread(lambda tree: tree, updates)
+        dims = spread(numbers, updates, is_leaf=_is_numbers)
+        shapes = spread(_itself, updates)
         return by_leaf(times, [factor(x, d) for x, d in zip(shapes, dims, strict=True)], updates)
 
     return stateless(run)
@@ -221,9 +223,13 @@ def muon(
 
 
 # ---------------------------------------------------------------- matrices in leaves
-def dimension_numbers(numbers: Any, tree: Any) -> list[MuonDimensionNumbers | None]:
-    """The dimension numbers of each leaf of the whole tree."""
-    return spread(_two_dims if numbers is None else numbers, tree, is_leaf=_is_numbers)
+def dimension_numbers(numbers: Any) -> Callable[[Any], Any]:
+    """The dimension numbers of leaves, as a function of the tree."""
+    return _two_dims if numbers is None else as_function(numbers)
+
+
+def _itself(tree: Any) -> Any:
+    return tree
 
 
 def _is_numbers(x: Any) -> bool:
@@ -235,7 +241,7 @@ def _two_dims(params: Any) -> Any:
 
 
 def _labels(numbers: Any, params: Any) -> Any:
-    made = _two_dims(params) if numbers is None else numbers(params) if callable(numbers) else numbers
+    made = dimension_numbers(numbers)(params)
     label = lambda n: "adam" if n is None else "muon"
     return tree_map(lambda n, sub: tree_map(lambda _: label(n), sub), made, params, is_leaf=_is_numbers)
 

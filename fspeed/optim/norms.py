@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspeed.optim.leaves import pieces
+from fspeed.grad import in_torch_func
+from fspeed.optim.leaves import HOLDERS, Leaf, pieces
 from fspeed.shard.collectives import psum
 from fspeed.shard.piece import at_least_float32
 from fspeed.shard.pytree import tree_leaves
@@ -30,15 +31,29 @@ def global_norm(updates: Any) -> Tensor:
     >>> global_norm({"b": torch.tensor(3.), "w": torch.tensor([4.])})
     tensor(5.)
     """
-    found = [(x, holders) for holders, (x,) in pieces(lambda leaf: leaf.holders, updates)]
-    if not found:
-        return summed(torch.zeros(()), updates).sqrt()
-    squares = torch.stack([norm(x).square() / holders for x, holders in found])
-    return safe_sqrt(summed(squares.sum(), updates))
+    squares = [x.sum() for _, x in _squares(updates)]
+    return safe_sqrt(summed(torch.stack(squares).sum() if squares else torch.zeros(()), updates))
 
 
-def norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dtype=at_least_float32(x.dtype))
+def _squares(tree: Any) -> list[tuple[list[int], Tensor]]:
+    """What this rank has of the squared norms of leaves: (the leaves' numbers, their shares), for each number of holders."""
+    found: dict[int, tuple[list[int], list[Tensor]]] = {}
+    for leaf, (x,) in pieces(_itself, tree):
+        numbers, xs = found.setdefault(leaf.holders, ([], []))
+        numbers.append(leaf.number)
+        xs.append(x)
+    return [(numbers, torch.stack(norms(xs)).square() / holders) for holders, (numbers, xs) in found.items()]
+
+
+def _itself(leaf: Leaf) -> Leaf:
+    return leaf
+
+
+def norms(xs: list[Tensor]) -> list[Tensor]:
+    """The norm of each of some tensors, in at least float32."""
+    if in_torch_func() or len({x.dtype for x in xs}) > 1:
+        return [torch.linalg.vector_norm(x, dtype=at_least_float32(x.dtype)) for x in xs]
+    return list(torch._foreach_norm(xs, 2, at_least_float32(xs[0].dtype)))
 
 
 def safe_sqrt(x: Tensor) -> Tensor:
@@ -60,22 +75,24 @@ def leaf_norms(*trees: Any) -> Tensor:
     >>> leaf_norms({"a": torch.tensor([3., 4.]), "b": torch.tensor(2.)})
     tensor([[5., 2.]])
     """
-    return safe_sqrt(summed(torch.stack([_squares(tree) for tree in trees]), trees[0]))
+    return safe_sqrt(summed(torch.stack([_by_leaf(tree) for tree in trees]), trees[0]))
 
 
-def _squares(tree: Any) -> Tensor:
-    found: list[list[Tensor]] = [[] for _ in leaf_sizes(tree)]
-    for leaf, (x,) in pieces(lambda leaf: leaf, tree):
-        found[leaf.number].append(norm(x).square() / leaf.holders)
-    nothing = torch.zeros((), device=next((x.device for xs in found for x in xs), None))
-    return torch.stack([sum(xs[1:], xs[0]) if xs else nothing for xs in found]) if found else nothing.expand(0)
+def _by_leaf(tree: Any) -> Tensor:
+    """What this rank has of the square of each leaf's norm."""
+    mine: list[Any] = [None] * len(leaf_sizes(tree))
+    for numbers, shares in _squares(tree):
+        for i, share in zip(numbers, shares.unbind(), strict=True):
+            mine[i] = share if mine[i] is None else mine[i] + share
+    zero = next((torch.zeros_like(x) for x in mine if x is not None), torch.zeros(()))
+    return torch.stack([zero if x is None else x for x in mine]) if mine else zero.expand(0)
 
 
 def leaf_rms(*trees: Any) -> Tensor:
     """The root mean squares of the whole leaves: (trees, leaves), the same on every rank; 0 for an empty leaf."""
     sizes = leaf_sizes(trees[0])
     norms = leaf_norms(*trees)
-    return torch.stack([norms[:, i] / max(n, 1) ** 0.5 for i, n in enumerate(sizes)], 1) if sizes else norms
+    return torch.stack([x / max(n, 1) ** 0.5 for x, n in zip(norms.unbind(1), sizes, strict=True)], 1) if sizes else norms
 
 
 def leaf_sizes(tree: Any) -> list[int]:
@@ -87,11 +104,12 @@ def leaf_sizes(tree: Any) -> list[int]:
 
 def all_finite(tree: Any) -> Tensor:
     """Whether every element on every rank is finite: bool, 0-d."""
-    bad = sum(((~x.isfinite()).any().to(torch.float32) for x in tree_leaves(tree)), torch.zeros(()))
+    good = [(x.abs() < math.inf).all() for x in tree_leaves(tree)]
+    bad = torch.stack(good).all().logical_not().to(torch.float32) if good else torch.zeros(())
     return summed(bad, tree) == 0
 
 
 def sum_of_products(a: Any, b: Any) -> Tensor:
     """The inner product of two trees that are stored alike, the same on every rank."""
-    found = [(x * y).sum(dtype=at_least_float32(x.dtype)) / n for n, (x, y) in pieces(lambda leaf: leaf.holders, a, b)]
+    found = [(x * y).sum(dtype=at_least_float32(x.dtype)) / n for n, (x, y) in pieces(HOLDERS, a, b)]
     return summed(torch.stack(found).sum() if found else torch.zeros(()), a)

@@ -83,7 +83,7 @@ def scale_by_param_block_rms(min_scale: Number = 1e-3) -> GradientTransformation
 
 def _by_params(size: Any, min_scale: Any, updates: Any, params: Any) -> Any:
     require_params(params, "scale_by_param_block_norm and _rms")
-    return by_leaf(times, list(size(params)[0].clamp(min=min_scale).unbind()), updates)
+    return by_leaf(times, list(size(params).squeeze(0).clamp(min=min_scale).unbind()), updates)
 
 
 # ---------------------------------------------------------------- optimizers

@@ -8,7 +8,7 @@ from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, 
 from fspeed.optim.combine import chain
 from fspeed.optim.decay import add_decayed_weights
 from fspeed.optim.masking import Mask
-from fspeed.optim.moments import abs_sq, bias_correction, cast_like, update_moment, update_second_moment, wide, zeros
+from fspeed.optim.moments import abs_sq, bias_correction, full, kept, update_moment, update_second_moment, wide, zeros
 from fspeed.optim.scale import scale_by_learning_rate
 from fspeed.optim.sgd import trace
 from fspeed.shard.pytree import tree_map
@@ -70,7 +70,7 @@ def scale_by_rss(initial_accumulator_value: Number = 0.1, eps: Number = 1e-7) ->
         total = tree_map(lambda g, s: abs_sq(wide(g)) + wide(s), updates, state.sum_of_squares)
         positive = lambda s: s.real > 0 if s.is_complex() else s > 0
         scaled = tree_map(lambda g, s: torch.where(positive(s), g * (s + eps).rsqrt(), 0).to(g.dtype), updates, total)
-        return scaled, ScaleByRssState(cast_like(total, state.sum_of_squares))
+        return scaled, kept(state, sum_of_squares=total)
 
     return GradientTransformation(lambda params: ScaleByRssState(full(params, initial_accumulator_value)), update)
 
@@ -103,7 +103,7 @@ def scale_by_rms(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         nu = update_second_moment(updates, state.nu, decay)
-        new, (nu_hat,) = _kept(state, decay, nu=nu)
+        new, (nu_hat,) = _counted(state, decay, nu=nu)
         return tree_map(lambda g, v: _over(g, v, eps, eps_in_sqrt), updates, nu_hat), new
 
     return GradientTransformation(init, update)
@@ -133,7 +133,7 @@ def scale_by_stddev(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         mu, nu = update_moment(updates, state.mu, decay), update_second_moment(updates, state.nu, decay)
-        new, (mu_hat, nu_hat) = _kept(state, decay, mu=mu, nu=nu)
+        new, (mu_hat, nu_hat) = _counted(state, decay, mu=mu, nu=nu)
         return tree_map(lambda g, m, v: _over(g, v - abs_sq(m), eps, eps_in_sqrt), updates, mu_hat, nu_hat), new
 
     return GradientTransformation(init, update)
@@ -143,18 +143,13 @@ def _over(g: Tensor, nu: Tensor, eps: Any, eps_in_sqrt: bool) -> Tensor:
     return (g * (nu + eps).rsqrt() if eps_in_sqrt else g / (nu.sqrt() + eps)).to(g.dtype)
 
 
-def _kept(state: Any, decay: Any, **moments: Any) -> tuple[Any, list]:
+def _counted(state: Any, decay: Any, **moments: Any) -> tuple[Any, list]:
     """The state with new moments, and the moments, their bias corrected if the state has a count."""
-    new = state._replace(**{name: cast_like(m, getattr(state, name)) for name, m in moments.items()})
+    new = kept(state, **moments)
     if "count" not in state._fields:
         return new, list(moments.values())
     new = new._replace(count=increment(state.count))
     return new, [bias_correction(m, decay, new.count) for m in moments.values()]
-
-
-def full(params: Any, value: Any) -> Any:
-    """A tree of a number like params; flat buffers are padded with it too, which nothing reads."""
-    return tree_map(lambda p: torch.full_like(p, value), params)
 
 
 def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransformation:
@@ -178,7 +173,7 @@ def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransfor
         e_g = tree_map(lambda g, e: (1 - rho) * wide(g) ** 2 + rho * wide(e), updates, state.e_g)
         out = tree_map(lambda g, e, x: ((wide(x) + eps).sqrt() / (e + eps).sqrt() * g).to(g.dtype), updates, e_g, state.e_x)
         e_x = tree_map(lambda u, e: (1 - rho) * wide(u) ** 2 + rho * wide(e), out, state.e_x)
-        return out, ScaleByAdaDeltaState(cast_like(e_g, state.e_g), cast_like(e_x, state.e_x))
+        return out, kept(state, e_g=e_g, e_x=e_x)
 
     return GradientTransformation(lambda params: ScaleByAdaDeltaState(zeros(params), zeros(params)), update)
 

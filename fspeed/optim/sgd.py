@@ -74,26 +74,28 @@ def sgd(
 
     def fused(grads: Any, state: tuple, params: Any) -> tuple[Any, tuple] | None:
         lr, next_rate = rate_now(learning_rate, state[1])
-        found = rows(lambda leaf: True, params, grads, *state[0])
-        for _, (ps, gs, *traces) in lists(found or []):
-            rate = rate_for(lr, ps[0].device)
-            if rate is None:
-                return None
-            ts = traces[0] if traces else gs
-            if traces:
-                torch._foreach_mul_(ts, decay)
-                torch._foreach_add_(ts, gs)
-            if traces and nesterov:
-                ts = torch._foreach_add(gs, ts, alpha=decay)
-            _descend(ps, ts, rate)
-        return None if found is None else (params, (state[0], next_rate))
+        found = rows(None, params, grads, *state[0])
+        done = found is not None and all(_descended(columns, lr, decay, nesterov) for _, columns in lists(found))
+        return (params, (state[0], next_rate)) if done else None
 
     return in_one_pass(plain, fused) if accumulator_dtype is None and fixed(decay) else plain
 
 
-def _descend(ps: list[Tensor], us: list[Tensor], rate: float | Tensor) -> None:
-    """p - rate u, in place."""
+@torch.no_grad()
+def _descended(columns: list[list[Tensor]], lr: Any, decay: float, nesterov: bool) -> bool:
+    """Write over parameters and traces; False, and nothing is written, if the rate is differentiated."""
+    ps, gs, *traces = columns
+    rate = rate_for(lr, ps[0].device)
+    if rate is None:
+        return False
+    us: Any = gs
+    if traces:
+        us, = traces
+        torch._foreach_mul_(us, decay)
+        torch._foreach_add_(us, gs)
+        us = torch._foreach_add(gs, us, alpha=decay) if nesterov else us
     if isinstance(rate, Tensor):
         torch._foreach_sub_(ps, torch._foreach_mul(us, rate))
     else:
         torch._foreach_add_(ps, us, alpha=-rate)
+    return True

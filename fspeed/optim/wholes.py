@@ -1,5 +1,5 @@
 """Computing on whole leaves, wherever they are stored: gathered, transformed, and one's own part kept."""
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from fspeed.tree import Groups, gathered
 
 
-def on_whole(f: Callable[..., Any], values: list, tree: Any, *states: Any) -> tuple[Any, ...]:
+def on_whole(f: Callable[..., Any], values: Sequence, tree: Any, *states: Any) -> tuple[Any, ...]:
     """f(values[i], x, *s) -> (new x, *new s) on every whole leaf i; x of a tree as it is stored, s of trees of whole leaves.
 
     Returns:
@@ -30,7 +30,7 @@ def on_whole(f: Callable[..., Any], values: list, tree: Any, *states: Any) -> tu
     return tuple(rows.map(lambda name, row, i=i: row[i]) for i in range(1 + len(states)))
 
 
-def _on_group(f: Callable[..., Any], values: list, group: Any, *states: Any) -> tuple[Any, ...]:
+def _on_group(f: Callable[..., Any], values: Sequence, group: Any, *states: Any) -> tuple[Any, ...]:
     leaves, spec = tree_flatten(_gathered(group))
     specs = [spec, *(tree_flatten(s)[1] for s in states)]
     rows = [f(*row) for row in zip(values, leaves, *map(tree_leaves, states), strict=True)]
