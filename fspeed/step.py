@@ -78,7 +78,7 @@ def value_and_grad(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, A
         metrics = loss(state._replace(params=params), batch)
         return metrics["loss"].total, metrics
 
-    out, pull, metrics = vjp(total, state.params, [x for _, x in closed_over(loss.loss)])
+    out, pull, metrics = vjp(total, state.params, [x for _, x in closed_over(loss.loss)], batch.data)
     return metrics, pull(torch.ones_like(out) if loss.seed is None else loss.seed.to(out.dtype))
 
 
@@ -189,7 +189,8 @@ class Step:
         batch = self.numbered(batch)
         if self.weights is not None:
             rows = torch.tensor(len(batch.rows), dtype=torch.float64, device=batch.rows.device)
-            loss = replace(loss, weights=summed({**self.weights(batch.data), ROWS: rows}, self.axes))
+            parts = {name: torch.as_tensor(weight, device=rows.device) for name, weight in self.weights(batch.data).items()}
+            loss = replace(loss, weights=summed({**parts, ROWS: rows}, self.axes))
         metrics, grads = self.grads(base)(loss, state, batch)
         return summed(metrics, self.axes), grads
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fspeed as fs
-from fspeed import optim, random
+from fspeed import optim
 from fspeed.shard.piece import live
-from fspeed.shard.pytree import tree_leaves
+from fspeed.shard.pytree import tree_flatten, tree_leaves
 from fspeed.testing import assert_close, assert_equal, mesh, ranks, splits
 from fspeed.testing.stacks import stacked
 
@@ -140,7 +140,8 @@ def test_leaves_of_all_kinds_train_as_in_one_process(kind, placement):
     form = lambda tree: [(x.dtype, x.shape) for x in tree_leaves(tree)]
     for got in ranks(2)(trained, params, loss, stack, (3, 2), layers, trainable):
         assert form(got[0]) == form(params)
-        assert_close(got, expected, 1e-2 if kind.startswith("dtypes") else 1e-4, kind)     # bf16 gradients, and Adam divides by the root of nu
+        # bf16 parameters; and Adam divides by the root of nu
+        assert_close(got, expected, 1e-2 if kind.startswith("dtypes") else 1e-4, kind)
 
 
 def test_integers_are_never_differentiated():
@@ -199,7 +200,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ten_steps_are_five_and_five_after_a_resume(name, tmp_path):
-    """Cases 33 and 47: counts, moments and learning rates go on, on one stack; `load_latest` after a failed save is in test_save.py."""
+    """Cases 33 and 47: counts, moments and learning rates go on, on one stack; a save that fails, case 34, is in test_save.py."""
     def run(path):
         rates = []
         schedule = optim.warmup_cosine_decay_schedule(0.0, 0.1, 4, 12)
@@ -305,20 +306,14 @@ def test_jvp_of_a_sharded_loss(placement):
         warnings.simplefilter("ignore")
         loss = lambda p, x, key: fs.mean(torch.tanh(scale(p["l"], x)) * p["r"])
         step = stacked(toy(loss=loss), stack, mesh(data=n))
-        state, tangent = (step.init({"l": {"w": w}, "r": r}, random.key(0)).params for w, r in ((drawn(8), T(2.0)), (drawn(8) ** 2, T(0.5))))
-        whole = step.init({"l": {"w": drawn(8)}, "r": T(2.0)})
+        state = step.init({"l": {"w": drawn(8)}, "r": T(2.0)})
+        tangent = step.init({"l": {"w": drawn(8) ** 2}, "r": T(0.5)})
         x = drawn(4, 8).tensor_split(n)[dist.get_rank()]
-        spec = state
-        value = lambda *leaves: step.evaluate(whole._replace(params=rebuilt(spec, leaves)), x)["loss"]
-        return torch.func.jvp(value, tuple(tree_leaves(state)), tuple(tree_leaves(tangent)))
+        leaves, spec = tree_flatten(state.params)
+        value = lambda *leaves: step.evaluate(state._replace(params=spec.unflatten(leaves)), x)["loss"]
+        return torch.func.jvp(value, tuple(leaves), tuple(tree_leaves(tangent.params)))
 
     expected = ranks(1)(run, (), 1)[0]
     assert abs(expected[1]) > 1e-2
     for got in ranks(2)(run, (placement,), 2):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-
-
-def rebuilt(tree, leaves):
-    from fspeed.shard.pytree import tree_flatten
-
-    return tree_flatten(tree)[1].unflatten(leaves)

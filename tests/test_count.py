@@ -70,8 +70,8 @@ def test_pmax_is_an_exchange_and_a_gather():
 
 
 @pytest.mark.parametrize("fn, expected", [
-    (lambda: torch.zeros(100), 400), (lambda: torch.zeros(100).clone(), 800), (lambda: [torch.zeros(100).sum() for _ in range(5)], None),
-    (lambda: None, 0),
+    (lambda: None, 0), (lambda: torch.zeros(100), 400), (lambda: torch.zeros(100).clone(), 800),
+    (lambda: [torch.zeros(100).sum() for _ in range(5)], None),
 ])
 def test_allocated_peak(fn, expected):
     peak = allocated_peak(fn)

@@ -181,7 +181,9 @@ def averaged(stack, rows):
     return state.buffers
 
 
-@pytest.mark.parametrize("stack", [("data_parallel",), ("zero3",), ("zero3", "checkpoint"), ("two parts", "zero2"), ("zero1", "bf16")])
+@pytest.mark.parametrize("stack", [
+    ("data_parallel",), ("zero3",), ("zero3", "checkpoint"), ("two parts", "zero2"), ("zero1", "bf16"),
+])
 def test_buffers_are_the_row_weighted_mean_over_ranks_and_microbatches(stack):
     """Case 24: equal on all ranks; what is linear in the batch is exactly the whole batch's."""
     expected = ranks(1)(averaged, (), (9,))[0]
@@ -208,7 +210,8 @@ def test_a_rank_without_rows_leaves_buffers_alone():
 
 # ---------------------------------------------------------------- randomness
 def dropping(stack, rows, layers):
-    module = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Dropout(0.3))))
+    tail = lambda: nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Dropout(0.3))
+    module = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), tail()))
     step, init = step_of(module, layers)
     step = stacked(step, stack, mesh(data=len(rows)))
     state = init(step)
@@ -248,7 +251,8 @@ class Draws(nn.Module):
 
 
 DRAWS = {
-    "rand": lambda x, on: torch.rand(3), "randn_like": lambda x, on: torch.randn_like(x), "normal_": lambda x, on: torch.empty(3).normal_(),
+    "rand": lambda x, on: torch.rand(3), "randn_like": lambda x, on: torch.randn_like(x),
+    "normal_": lambda x, on: torch.empty(3).normal_(),
     "cauchy_": lambda x, on: x.clone().cauchy_(), "geometric_": lambda x, on: x.clone().geometric_(0.5),
     "log_normal_": lambda x, on: x.clone().log_normal_(), "poisson": lambda x, on: torch.poisson(x),
     "randperm": lambda x, on: torch.randperm(3), "normal": lambda x, on: torch.distributions.Normal(0.0, 1.0).sample((3,)),
@@ -256,8 +260,10 @@ DRAWS = {
     "fractional_max_pool2d": lambda x, on: F.fractional_max_pool2d(torch.ones(1, 4, 4), 2, output_size=2).mean(),
 }
 DROPOUTS = {
-    "dropout_": lambda x, on: torch.dropout_(x.clone(), 0.5, on), "native_dropout": lambda x, on: torch.native_dropout(x, 0.5, on)[0],
-    "alpha_dropout": lambda x, on: torch.alpha_dropout(x, 0.5, on), "feature_dropout": lambda x, on: torch.feature_dropout(x, 0.5, on),
+    "dropout_": lambda x, on: torch.dropout_(x.clone(), 0.5, on),
+    "native_dropout": lambda x, on: torch.native_dropout(x, 0.5, on)[0],
+    "alpha_dropout": lambda x, on: torch.alpha_dropout(x, 0.5, on),
+    "feature_dropout": lambda x, on: torch.feature_dropout(x, 0.5, on),
     "rrelu": lambda x, on: F.rrelu(x, training=on), "dropout1d": lambda x, on: F.dropout1d(x[None], training=on)[0],
     "feature_alpha_dropout": lambda x, on: F.feature_alpha_dropout(x, 0.5, on),
     "lstm": lambda x, on: nn.LSTM(3, 3, 2, dropout=0.5).train(on)(x)[0],

@@ -104,7 +104,8 @@ def holding():
 
 
 @pytest.mark.parametrize("fn, expected", [
-    (holding(), {"x_": x, "pair": y}), (functools.partial(max, x, key=y), {"argument 0": x, "key": y}), (lambda t, a=x: t, {"default 0": x}),
+    (holding(), {"x_": x, "pair": y}), (functools.partial(max, x, key=y), {"argument 0": x, "key": y}),
+    (lambda t, a=x: t, {"default 0": x}),
     (Bound().method, {"GLOBAL": GLOBAL}), (torch.sin, {}), (torch.nn.Linear(2, 2), {}), (lambda t: unassigned(), {}),  # noqa: F821
 ])
 def test_what_a_function_closes_over(fn, expected):

@@ -71,7 +71,7 @@ def test_overflow_at_the_floor_raises_after_patience():
     for _ in range(3):
         state, metrics = step(state, BAD)
     assert metrics["loss_scale"] == 1
-    with pytest.raises(FloatingPointError, match="2 steps in a row .* floor, 1.0"):
+    with pytest.raises(FloatingPointError, match=r"2 steps in a row .* floor, 1\.0"):
         step(state, BAD)
     step(state, GOOD)
 
@@ -151,7 +151,7 @@ def test_order_says_what_is_gathered_and_reduce_says_what_is_summed(outside, gat
 
 @pytest.mark.parametrize("args", [{"compute": "bf16"}, {"compute": torch.int8}, {"reduce": torch.int32}])
 def test_what_is_no_floating_dtype_is_refused(args):
-    with pytest.raises(TypeError, match="must be a floating torch.dtype"):
+    with pytest.raises(TypeError, match="must be a floating torch"):
         fs.mixed_precision(fs.step(lambda p, b, key: fs.mean(p), optim.sgd(1.0)), **args)
 
 

@@ -233,7 +233,8 @@ def test_what_is_passed_in_stays():
 
 def test_rows_may_come_with_the_batch():
     """A dropout mask is a function of the row's number, wherever the row is."""
-    loss = lambda p, b, key: (fs.mean(p["w"] * b), {"kept": fs.mean(random.dropout(key, b, 0.5) * 2.0 ** -torch.arange(4)[:, None])})
+    bit = 2.0 ** -torch.arange(4)[:, None]
+    loss = lambda p, b, key: (fs.mean(p["w"] * b), {"kept": fs.mean(random.dropout(key, b, 0.5) * bit)})
     step = fs.step(loss, optim.sgd(0.0))
     state = step.init({"w": T(1.0)})
     kept = lambda rows: step(state, fs.Batch(torch.ones(4, 9), torch.tensor(rows)))[1]["kept"]
@@ -241,9 +242,27 @@ def test_rows_may_come_with_the_batch():
     assert kept([4, 5, 6, 7]) != kept([0, 1, 2, 3])
 
 
+def test_autograd_goes_on_into_the_batch():
+    """As it does into what the loss closes over."""
+    for wrap in (lambda s: s, fs.checkpoint, lambda s: fs.accumulate(s, 2), lambda s: fs.zero_shard(s, fs.mesh(data=1))):
+        step, params = toy()
+        step = wrap(step)
+        after = lambda x, step=step, params=params: sum(x.sum() for x in tree_leaves(step(step.init(params), x)[0].params))
+        x = torch.linspace(0, 1, 6).view(2, 3).requires_grad_()
+        torch.testing.assert_close(torch.autograd.grad(after(x), x)[0], torch.func.grad(after)(x.detach()))
+
+
+def test_weights_of_terms_may_be_numbers():
+    loss = lambda p, b, key: {"a": fs.Loss((p["w"] * b).sum(), len(b)), "b": fs.mean(2 * p["w"] * b)}
+    step = fs.step(loss, optim.sgd(0.1), weights=lambda b: {"a": len(b), "b": T(3.0)})
+    state, metrics = step(step.init({"w": T(1.0)}), torch.ones(3))
+    assert metrics["loss"] == 3 and metrics["a"] == 1 and metrics["b"] == 2
+    torch.testing.assert_close(step.params(state)["w"], T(0.7))
+
+
 def test_terms_with_weights_of_their_own_are_validated():
     step = fs.step(lambda p, b, key: {"a": p["w"] * b}, optim.sgd(0.1), weights=lambda b: {"a": T(3.0)})
-    with pytest.raises(TypeError, match="'a' must be an fs.Loss"):
+    with pytest.raises(TypeError, match="'a' must be an fs"):
         step(step.init({"w": T(1.0)}), torch.ones(3))
 
 

@@ -25,7 +25,8 @@ class Dense:
 
 
 optree.register_pytree_node(
-    Dense, lambda d: ((d.w, d.b), None, ("w", "b")), lambda _, c: Dense(*c), path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE
+    Dense, lambda d: ((d.w, d.b), None, ("w", "b")), lambda _, children: Dense(*children), path_entry_type=optree.GetAttrEntry,
+    namespace=NAMESPACE,
 )
 
 
@@ -75,7 +76,7 @@ def test_odd_trees_come_back(name, layers):
 @pytest.mark.parametrize("params", [{"a/b": T(1.0), "a": {"b": T(2.0)}}, {0: T(1.0), "0": T(2.0)}])
 def test_two_leaves_of_one_path_are_refused(params):
     """They would be stored as one."""
-    with pytest.raises(ValueError, match="2 leaves of the path '(a/b|0)'"):
+    with pytest.raises(ValueError, match=r"2 leaves of the path '(a/b|0)'"):
         cut(params)
 
 

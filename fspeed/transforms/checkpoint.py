@@ -111,10 +111,10 @@ class _Remat(torch.autograd.Function):
 
         def f(xs):
             outs = [o for o in flat(*_put(tensors, at, xs)) if real(o)]
-            refuse_strangers(outs, xs, ctx.name)
+            refuse_strangers(outs, [*xs, *tensors], ctx.name)
             return outs, None
 
-        _, pull, _ = vjp(f, [tensors[i] for i in at])
+        _, pull, _ = vjp(f, [tensors[i] for i in at], tensors)
         grads = pull([c for c in cotangents if c is not None and real(c)])
         return None, None, None, *_put([None] * len(tensors), at, grads)
 
