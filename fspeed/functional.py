@@ -1,6 +1,9 @@
 """An `nn.Module` as a pure function of its parameters and buffers."""
 import copy
+import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,22 +48,30 @@ def functional(module: nn.Module, layers: str | Iterable[str] | Callable[[str], 
     buffers = {n: tensors[id(b)] for n, b in module.named_buffers(remove_duplicate=False)}
     root = hollow(module)
     names = _chosen(root, chooser(layers)) if layers else []
-    parts = [_cut_out(root, name, i) for i, name in enumerate(names)]
+    first = Hollow(root, [_cut_out(root, name, i) for i, name in enumerate(names)])
+    hollows: dict[int, Hollow] = {}         # one for each thread: a module is written to while it runs
+    known: dict[int, str] = {}
+    first_name = {n: known.setdefault(id(b), n) for n, b in module.named_buffers(remove_duplicate=False)}
     inside = lambda prefix, flat: [n for n in flat if n.startswith(prefix)]
     in_layers = {n for name in names for n in inside(name + ".", (*params, *buffers))}
 
     def values(tree: Any, flat: Iterable[str], prefix: str = "") -> dict[str, Any]:
         return {n.removeprefix(prefix): lookup(tree, n.replace(".", "/")) for n in flat}
 
+    def mine() -> Hollow:
+        me = threading.get_ident()
+        return hollows.get(me) or hollows.setdefault(me, copy.deepcopy(first))
+
     def apply(params_: Any, buffers_: Any, *args: Any, key: Any = None, **kwargs: Any) -> tuple[Any, Any]:
         written: dict[str, Tensor] = {}
 
         def run(i: int, args: tuple, kwargs: dict) -> Any:
-            prefix, part = names[i] + ".", parts[i]
+            prefix = names[i] + "."
             keys = [n.removeprefix(prefix) for n in inside(prefix, params)]
+            same = {n.removeprefix(prefix): first_name[n] for n in inside(prefix, buffers)}
 
             def fn(p: Any, b: dict, key: Any, args: tuple, kwargs: dict) -> tuple[Any, dict]:
-                return called(part, values(p, keys), b, key, args, kwargs)
+                return called(mine().parts[i], values(p, keys), b, same, key, args, kwargs)
 
             own = None if key is None else random.fold_in(key, i + 1)
             handle = lookup(params_, names[i].replace(".", "/"))
@@ -68,25 +79,44 @@ def functional(module: nn.Module, layers: str | Iterable[str] | Callable[[str], 
             written.update({prefix + n: b for n, b in new.items()})
             return out
 
-        for hole in root.modules():
-            if isinstance(hole, Hole):
-                hole.run = run
+        here = mine()
+        here.prepare(run, key is not None)
         outer = values(params_, (n for n in params if n not in in_layers))
-        out, new = called(root, outer, values(buffers_, (n for n in buffers if n not in in_layers)), key, args, kwargs)
+        rest = values(buffers_, (n for n in buffers if n not in in_layers))
+        out, new = called(here.root, outer, rest, first_name, key, args, kwargs)
         written.update(new)
         return out, nested({n: written.get(n, old) for n, old in values(buffers_, buffers).items()})
 
     return apply, nested(params), nested(buffers)
 
 
-def called(module: nn.Module, params: dict, buffers: dict, key: Any, args: tuple, kwargs: dict) -> tuple[Any, dict[str, Tensor]]:
-    """A hollow module's output, and the buffers that it wrote."""
+def called(
+    module: nn.Module, params: dict, buffers: dict, first_name: dict[str, str], key: Any, args: tuple, kwargs: dict,
+) -> tuple[Any, dict[str, Tensor]]:
+    """A hollow module's output, and the buffers that it wrote. `first_name`: one name for those that are one tensor."""
     module.train(key is not None)
-    own = {n: b.clone() for n, b in buffers.items()}
+    clones: dict[str, Tensor] = {}
+    own = {n: clones.setdefault(first_name[n], b.clone()) for n, b in buffers.items()}
+    given = {**params, **own}
     with Drawn(key) as drawn:
-        out = torch.func.functional_call(module, {**params, **own}, args, kwargs)
-    training = key is not None
-    return out, {n: b for n, b in own.items() if b._version > 0 or (training and any(b is x for x in drawn.written))}
+        out = torch.func.functional_call(module, given, args, kwargs)       # what forward assigns anew is in `given` afterwards
+    normed = {id(x) for x in drawn.written if key is not None}
+    return out, {n: given[n] for n, b in own.items() if given[n] is not b or b._version > 0 or id(b) in normed}
+
+
+@dataclass
+class Hollow:
+    """A module without tensors, with holes where its layers were, and the layers."""
+    root: nn.Module
+    parts: list[nn.Module]
+
+    def prepare(self, run: Callable, training: bool) -> None:
+        """Call the layers by run(index, args, kwargs)."""
+        for part in self.parts:
+            part.train(training)            # what is round a layer may ask
+        for hole in self.root.modules():
+            if isinstance(hole, Hole):
+                hole.run = run
 
 
 def hollow(module: nn.Module) -> nn.Module:
@@ -101,27 +131,32 @@ def hollow(module: nn.Module) -> nn.Module:
 class Hole(nn.Module):
     """Stands where a submodule was that is called as a layer."""
 
-    def __init__(self, index: int):
+    def __init__(self, index: int, part: nn.Module):
         super().__init__()
-        self.index = index
+        self.index, self.part = index, (part,)          # in a tuple, so that its tensors are not this module's
         self.run: Callable[[int, tuple, dict], Any]
+
+    def __getattr__(self, name: str) -> Any:
+        """What the module round it asks about the submodule, such as its sizes."""
+        return getattr(self.__dict__["part"][0], name)
 
     def forward(self, *args, **kwargs):
         return self.run(self.index, args, kwargs)
 
 
 def _chosen(module: nn.Module, is_layer: Callable[[str], bool]) -> list[str]:
-    paths = [n for n, _ in module.named_modules() if n and is_layer(n.replace(".", "/"))]
+    with_params = [n for n, m in module.named_modules() if n and next(m.parameters(), None) is not None]
+    paths = [n for n in with_params if is_layer(n.replace(".", "/"))]
     found = [n for n in paths if not any(n.startswith(other + ".") for other in paths)]
     if not found:
-        some = ", ".join(n.replace(".", "/") for n, _ in list(module.named_modules())[1:8])
-        raise ValueError(f"functional: layers= matches no submodule; there are {some} ...")
+        some = ", ".join(n.replace(".", "/") for n in with_params[:7])
+        raise ValueError(f"functional: layers= matches no submodule with parameters; there are {some} ...")
     return found
 
 
 def _cut_out(module: nn.Module, name: str, index: int) -> nn.Module:
     part = module.get_submodule(name)
-    module.set_submodule(name, Hole(index))
+    module.set_submodule(name, Hole(index, part))
     return part
 
 
@@ -150,11 +185,32 @@ def _listed(tree: Any) -> Any:
 
 # ---------------------------------------------------------------- randomness
 RANDOM = {
-    torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like, torch.normal,
-    torch.bernoulli, torch.multinomial, Tensor.bernoulli, Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_,
-    Tensor.multinomial, Tensor.random_, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
-    F.gumbel_softmax,
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial",
+    "poisson", "binomial", "gumbel_softmax", "bernoulli_", "uniform_", "normal_", "exponential_", "cauchy_", "geometric_",
+    "log_normal_", "random_",
 }
+DROPOUTS = {        # beside F.dropout and torch.dropout
+    "dropout1d", "dropout2d", "dropout3d", "dropout_", "alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_",
+    "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout", "rrelu", "rrelu_",
+}
+RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+
+
+def draws(name: str, args: tuple, kwargs: dict) -> bool:
+    """Whether a function of torch, called so, draws from torch's generator; F.dropout and torch.dropout aside."""
+    if name in DROPOUTS:
+        flags, numbers = ([x for x in args if type(x) in kinds] for kinds in ((bool,), (int, float)))
+        training = kwargs.get("training", kwargs.get("train", flags[0] if flags else not name.startswith("rrelu")))
+        return bool(training) and kwargs.get("p", numbers[0] if numbers else 0.5) != 0
+    if name in RECURRENT:
+        return any(type(p) is float and p > 0 and training for p, training in pairwise(args))
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0))
+    if name == "multi_head_attention_forward":
+        return bool(kwargs.get("training", True)) and kwargs.get("dropout_p", args[10] if len(args) > 10 else 0) != 0
+    if name.startswith("fractional_max_pool"):
+        return kwargs.get("_random_samples") is None
+    return name in RANDOM
 
 
 class Drawn(TorchFunctionMode):
@@ -169,12 +225,13 @@ class Drawn(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (F.dropout, torch.dropout):
             return self.dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or (len(args) > 4 and args[4])):
-            raise self.error("dropout inside scaled_dot_product_attention; set its dropout_p to 0")
         if func in (F.batch_norm, F.instance_norm):
             return self.normalized(func, *args, **kwargs)
-        if func in RANDOM:
-            raise self.error(f"{getattr(func, '__name__', func)}; take a key as an argument and use fs.random")
+        name = getattr(func, "__name__", "")
+        if func in (F.batch_norm, F.instance_norm):
+            return self.normalized(func, *args, **kwargs)
+        if draws(name, args, kwargs):
+            raise self.error(name)
         return func(*args, **kwargs)
 
     def normalized(self, norm, input, running_mean=None, running_var=None, weight=None, bias=None, *args, **kwargs):
@@ -192,5 +249,5 @@ class Drawn(TorchFunctionMode):
     def error(self, what: str) -> RuntimeError:
         return RuntimeError(
             f"a functional module draws random numbers by {what}. Torch's own generator gives others under recompute, "
-            "on other numbers of ranks and under jit"
+            "on other numbers of ranks and under jit: take a key as an argument and use fs.random, or set its dropout to 0"
         )

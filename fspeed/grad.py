@@ -39,9 +39,9 @@ def watched(*trees: Any) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tree_leaves(trees) if isinstance(x, Tensor))
 
 
-def requires_grad(x: Tensor) -> bool:
-    """Whether somebody differentiates with respect to what x comes from."""
-    return x.requires_grad or torch._C._functorch.is_gradtrackingtensor(x)
+def requires_grad(x: Any) -> bool:
+    """Whether x is a tensor, and somebody differentiates with respect to what it comes from."""
+    return isinstance(x, Tensor) and (x.requires_grad or torch._C._functorch.is_gradtrackingtensor(x))
 
 
 def vjp(f: Callable[[Any], tuple[Any, Any]], tree: Any, *closed: Any) -> tuple[Any, Callable[[Any], Any], Any]:
@@ -87,16 +87,16 @@ def _vjp_watched(f, tree):
 
     def flat(*xs):
         box["out"], box["aux"] = f(replace_live(tree, xs))
-        return tuple(live(box["out"])), tuple(tree_leaves(box["aux"]))
+        return tuple(live(box["out"])), tuple(x for x in tree_leaves(box["aux"]) if isinstance(x, Tensor))
 
     form = live_form(tree)
     outs, pull, aux = torch.func.vjp(flat, *live(tree), has_aux=True)
     new = iter(aux)
     back = lambda cotangents: form(pull(tuple(live(cotangents))))
-    return replace_live(box["out"], outs), back, tree_map(lambda _: next(new), box["aux"])
+    return replace_live(box["out"], outs), back, tree_map(lambda x: next(new) if isinstance(x, Tensor) else x, box["aux"])
 
 
-def closed_over(fn: Any, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
+def closed_over(fn: Any, depth: int = 4) -> Iterator[tuple[str, Tensor]]:
     """The tensors that a function holds by name, other than its arguments: in its closure, its
     globals, its defaults, or bound by partial."""
     if isinstance(fn, functools.partial):
@@ -106,7 +106,7 @@ def closed_over(fn: Any, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
         held.update({n: fn.__globals__[n] for n in fn.__code__.co_names if isinstance(fn.__globals__.get(n), Tensor)})
         held.update({f"default {i}": d for i, d in enumerate(fn.__defaults__ or ())}, **(fn.__kwdefaults__ or {}))
     else:
-        held = {}
+        held = {"fn": getattr(fn, "fn", None)}          # an opened layer, for one
     for name, value in held.items():
         if callable(value) and depth:
             yield from closed_over(value, depth - 1)

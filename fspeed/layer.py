@@ -3,6 +3,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fspeed.shard.pytree import tree_leaves
+
 Names = str | tuple[str, ...]
 
 
@@ -32,8 +34,24 @@ class Handle:
             raise AttributeError(name)
         raise self._closed(f"asked for .{name}")
 
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        handle = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls))
+        raise handle._closed(f"given to {getattr(func, '__name__', func)}")
+
     def __repr__(self) -> str:
         return f"<parameters of layer {self.name!r}>"
+
+
+def _refused(operator: str) -> Callable:
+    def run(self, *others):
+        raise self._closed(f"used with {operator}")
+
+    return run
+
+
+for _operator in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg", "abs"):
+    setattr(Handle, f"__{_operator}__", _refused(f"__{_operator}__"))
 
 
 def layer(fn: Callable) -> Callable:

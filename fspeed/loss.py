@@ -17,7 +17,7 @@ class Loss(NamedTuple):
 
     Args:
         total: the sum of all values, a 0-d tensor.
-        weight: what it is divided by in the end, a 0-d tensor: how many values there are.
+        weight: what it is divided by in the end, a 0-d tensor or a number: how many values there are.
 
     >>> a, b = Loss(torch.tensor(6.), torch.tensor(3.)), Loss(torch.tensor(4.), torch.tensor(1.))
     >>> Loss(a.total + b.total, a.weight + b.weight).value()
@@ -27,7 +27,8 @@ class Loss(NamedTuple):
     weight: Any
 
     def value(self) -> Tensor:
-        return self.total / torch.where(self.weight == 0, 1, self.weight)
+        weight = torch.as_tensor(self.weight)
+        return self.total / torch.where(weight == 0, torch.inf, weight)
 
 
 def mean(values: Tensor, mask: Tensor | None = None) -> Loss:
@@ -61,11 +62,15 @@ def as_metrics(out: Any, rows: Tensor, buffers: Any = (), weights: dict[str, Ten
     Given the weights of the whole batch, the loss is a dict of terms, each divided by its own.
     """
     loss, more, new = _parts(out)
+    if taken := {"loss", BUFFERS} & more.keys():
+        raise ValueError(f"a loss returned a metric named {min(taken)!r}; that name is the step's own: choose another")
     count = torch.full((), len(rows), dtype=torch.float32, device=rows.device)
     if weights is not None:
         terms: Any = loss
         loss, more = _terms(terms, weights, count), {**terms, **more}
     found = {name: _as_loss(name, x, count) for name, x in {"loss": loss, **more}.items()}
+    if not found["loss"].total.is_floating_point():
+        raise TypeError(f"the loss is of dtype {found['loss'].total.dtype}; only a real floating one has a gradient to train by")
     if is_gone(buffers):
         return found
     if tree_structure(new) != tree_structure(buffers):
@@ -75,7 +80,8 @@ def as_metrics(out: Any, rows: Tensor, buffers: Any = (), weights: dict[str, Ten
         )
     count = count.to(torch.float64)
     changed = enumerate(zip(tree_leaves(new), tree_leaves(buffers), strict=True))
-    return {**found, BUFFERS: {i: Loss(b.detach().to(torch.float64) * len(rows), count) for i, (b, old) in changed if b is not old}}
+    part = lambda b: Loss(torch.where(count == 0, 0, b.detach().to(torch.float64) * count), count)      # no rows say nothing
+    return {**found, BUFFERS: {i: part(b) for i, (b, old) in changed if b is not old}}
 
 
 ROWS = "rows"
@@ -86,8 +92,8 @@ def _terms(terms: Any, weights: dict[str, Tensor], count: Tensor) -> Loss:
     if not isinstance(terms, dict) or set(terms) != set(weights) - {ROWS}:
         got = sorted(terms) if isinstance(terms, dict) else f"a {type(terms).__name__}"
         raise TypeError(f"a loss under weights= must return {{name: fs.Loss}} for {sorted(set(weights) - {ROWS})}, got {got}")
-    over = lambda x, weight: x / torch.where(weight == 0, 1, weight)
-    total = sum(over(terms[name].total, weights[name]) for name in terms)
+    over = lambda x, weight: x / torch.where(weight == 0, torch.inf, weight)
+    total = sum(over(_as_loss(name, terms[name], count).total, weights[name]) for name in terms)
     return Loss(total, over(count.to(torch.float64), weights[ROWS]))
 
 
@@ -95,7 +101,7 @@ def new_buffers(buffers: Any, metrics: dict[str, Any]) -> Any:
     """Buffers with those that were written replaced by their mean over all parts of the batch; taken out of the metrics."""
     leaves, spec = tree_flatten(buffers)
     for i, mean in metrics.pop(BUFFERS, {}).items():
-        leaves[i] = mean.value().to(leaves[i].dtype)
+        leaves[i] = torch.where(mean.weight == 0, leaves[i], mean.value().to(leaves[i].dtype))
     return spec.unflatten(leaves)
 
 
@@ -112,7 +118,11 @@ def _parts(out: Any) -> tuple[Any, dict, Any]:
 
 def _as_loss(name: str, x: Any, count: Tensor) -> Loss:
     if isinstance(x, Loss):
-        return x
+        total, weight = (torch.as_tensor(part, device=count.device) if isinstance(part, (int, float)) else part for part in x)
+        if all(isinstance(part, Tensor) and part.dim() == 0 for part in (total, weight)):
+            return Loss(total, weight)
+        kinds = ", ".join(f"a tensor of shape {tuple(p.shape)}" if isinstance(p, Tensor) else f"a {type(p).__name__}" for p in x)
+        raise TypeError(f"{name!r} is fs.Loss of {kinds}; both its total and its weight must be 0-d tensors: sums over the rows")
     if isinstance(x, Tensor) and x.dim() == 0:
         return Loss(torch.where(count == 0, 0, x * count), count)
     what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"

@@ -5,6 +5,8 @@
 Both arrows are a wrapper and what it wraps. A transform wraps from outside or from inside, and nothing else.
 """
 import functools
+import math
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,14 +15,14 @@ import torch
 from torch import Tensor
 
 from fspeed import random
-from fspeed.grad import closed_over, vjp, watched
+from fspeed.grad import closed_over, in_torch_func, in_trace, vjp, watched
 from fspeed.loss import BUFFERS, ROWS, new_buffers
 from fspeed.opened import At, Opened, View, through
 from fspeed.shard.collectives import all_gather, psum
 from fspeed.shard.mesh import Axis
 from fspeed.shard.piece import only_live, replace_live
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_paths
-from fspeed.tree import Groups, Place, chooser, cut, whole
+from fspeed.tree import NONE, Groups, Place, chooser, cut, whole
 
 Metrics = dict[str, Any]                                                    # name: Loss
 Grads = Callable[[Opened, "State", "Batch"], tuple[Metrics, Any]]           # the metrics' sums, and gradients of the total
@@ -76,7 +78,7 @@ def value_and_grad(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, A
         metrics = loss(state._replace(params=params), batch)
         return metrics["loss"].total, metrics
 
-    out, pull, metrics = vjp(total, state.params, [x for _, x in closed_over(loss.loss)])
+    out, pull, metrics = vjp(total, state.params, [x for _, x in closed_over(loss.loss)], batch.data)
     return metrics, pull(torch.ones_like(out) if loss.seed is None else loss.seed.to(out.dtype))
 
 
@@ -114,7 +116,7 @@ class Step:
     """
     loss: Callable
     optimizer: Any
-    layers: Callable[[str], bool] = lambda path: False
+    layers: Callable[[str], bool] = NONE
     trainable: Callable[[str], bool] = lambda path: True
     weights: Callable[[Any], dict[str, Tensor]] | None = None
     place: tuple[Place, ...] = ()
@@ -138,7 +140,7 @@ class Step:
             A `State`: this rank's part of it, if the step is sharded.
 
         Raises:
-            ValueError: a leaf is no tensor, nothing is trainable, or `layers=` matches nothing.
+            ValueError: a leaf is no tensor, nothing is trainable, a pattern of `layers=` matches nothing, two leaves have one path.
 
         Cost: one whole group at a time beside what the caller holds.
         """
@@ -157,9 +159,11 @@ class Step:
 
     def value_and_grad(self, state: State, batch: Any) -> tuple[Metrics, Any]:
         """The whole batch's metrics, as `Loss`es, and mean gradients in the form and the place of the stored parameters."""
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("a step needs gradients, which torch.inference_mode() forbids; only `evaluate` runs inside it")
         metrics, grads = self._run(Opened(self.loss, self.reduce), self.base, state, batch)
         weight = metrics["loss"].weight
-        weight = torch.where(weight == 0, 1, weight)
+        weight = torch.where(weight == 0, torch.inf, weight)
         return metrics, tree_map(lambda g: g / weight.to(g.dtype), grads)
 
     def evaluate(self, state: State, batch: Any) -> dict[str, Tensor]:
@@ -185,7 +189,8 @@ class Step:
         batch = self.numbered(batch)
         if self.weights is not None:
             rows = torch.tensor(len(batch.rows), dtype=torch.float64, device=batch.rows.device)
-            loss = replace(loss, weights=summed({**self.weights(batch.data), ROWS: rows}, self.axes))
+            parts = {name: torch.as_tensor(weight, device=rows.device) for name, weight in self.weights(batch.data).items()}
+            loss = replace(loss, weights=summed({**parts, ROWS: rows}, self.axes))
         metrics, grads = self.grads(base)(loss, state, batch)
         return summed(metrics, self.axes), grads
 
@@ -204,6 +209,7 @@ class Step:
     def numbered(self, batch: Any) -> Batch:
         """The batch with its rows numbered, in the order of the mesh; one small all-gather an axis that splits it."""
         if isinstance(batch, Batch):
+            rows_of(batch)
             return batch
         n, device = rows_of(batch)
         start = torch.zeros((), dtype=torch.int64, device=device)
@@ -284,12 +290,29 @@ def rows_of(batch: Any) -> tuple[int, torch.device]:
 def summed(metrics: Metrics, axes: tuple[Axis, ...]) -> Metrics:
     """Metrics summed over mesh axes: one message an axis, in float64."""
     leaves, spec = tree_flatten(metrics)
-    if not any(a.size > 1 for a in axes):
+    ranks = math.prod(a.size for a in axes)
+    if ranks == 1:
         return metrics
     flat = torch.cat([x.to(torch.float64).reshape(-1) for x in leaves])
-    flat = functools.reduce(psum, axes, flat)
+    form = zlib.crc32(repr([tuple(x.shape) for x in leaves] + tree_paths(metrics)).encode()) % 2**20
+    mine = torch.tensor([form, form**2], dtype=torch.float64, device=flat.device)      # both means are one's own: all are equal
+    message = torch.cat([mine, flat, flat.new_zeros(-(len(flat) + 2) % 16)])           # so that lengths seldom tell first
+    forms, flat, _ = functools.reduce(psum, axes, message).split([2, len(flat), len(message) - len(flat) - 2])
+    flat = alike(forms == ranks * mine, flat, metrics)
     parts = flat.split([x.numel() for x in leaves])
     return spec.unflatten([p.reshape(x.shape).to(x.dtype) for p, x in zip(parts, leaves, strict=True)])
+
+
+def alike(same: Tensor, flat: Tensor, metrics: Metrics) -> Tensor:
+    """Sums of metrics, where every rank has the same metrics; else an error, or NaN where asking would make the host wait."""
+    if in_torch_func() or in_trace() or same.device.type != "cpu":
+        return torch.where(same.all(), flat, torch.nan)
+    if not same.all():
+        raise ValueError(
+            f"the ranks' losses returned different metrics, here {sorted(metrics)}; each rank must return the same names and "
+            "buffers, whatever its rows: fs.Loss(torch.zeros(()), 0) counts for nothing"
+        )
+    return flat
 
 
 def values(metrics: Metrics) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,12 +64,23 @@ def matches(pattern: str, path: str) -> bool:
     return match(pattern.split("/"), path.split("/"))
 
 
+@dataclass(frozen=True)
+class Globs:
+    """A predicate on key paths: whether any of the patterns matches."""
+    patterns: tuple[str, ...] = ()
+
+    def __call__(self, path: str) -> bool:
+        return any(matches(p, path) for p in self.patterns)
+
+
+NONE = Globs()
+
+
 def chooser(which: str | Iterable[str] | Callable[[str], bool]) -> Callable[[str], bool]:
     """A predicate on key paths, from one, a glob or several globs."""
     if callable(which):
         return which
-    patterns = (which,) if isinstance(which, str) else tuple(which)
-    return lambda path: any(matches(p, path) for p in patterns)
+    return Globs((which,) if isinstance(which, str) else tuple(which))
 
 
 # ---------------------------------------------------------------- groups
@@ -126,7 +138,7 @@ register(Groups, ("stored",), ("names", "skeleton", "axes", "placed"))
 
 
 def cut(
-    params: Any, is_layer: Callable[[str], bool] = lambda path: False, trainable: Callable[[str], bool] = lambda path: True,
+    params: Any, is_layer: Callable[[str], bool] = NONE, trainable: Callable[[str], bool] = lambda path: True,
     place: tuple[Place, ...] = (), axes: tuple[Axis, ...] = (),
 ) -> Groups:
     """Cut a parameter tree into its root and its layers, and place each; one whole group is held at a time.
@@ -138,8 +150,9 @@ def cut(
         axes: the mesh axes that the tree is spread over.
 
     Raises:
-        ValueError: a leaf is no tensor, or no leaf is trainable.
+        ValueError: a leaf is no tensor, no leaf is trainable, `is_layer` chooses nothing, or two leaves have one path.
     """
+    _refuse_twins(params)
     layers = _layers(params, is_layer)
     first = {id(t): path for path, t in reversed(layers.items())}           # a layer used twice is stored once
     is_top = lambda x: id(x) in first
@@ -184,7 +197,30 @@ def _layers(params: Any, is_layer: Callable[[str], bool]) -> dict[str, Any]:
             if path in found or is_layer(path):
                 found[path] = accessor[:depth](params)
                 break
+    _refuse_idle(is_layer, params, found)
     return {path: found[path] for path in sorted(found, key=natural)}
+
+
+def _refuse_idle(is_layer: Callable[[str], bool], params: Any, found: Mapping[str, Any]) -> None:
+    """Raise if a pattern of layers, or a predicate, chooses nothing, or chooses what cannot be the name of a layer."""
+    if ROOT in found:
+        raise ValueError(f"layers= chooses {ROOT!r}, the name of the group of all that is in no layer; rename that subtree")
+    keys = [path.split("/") for path in tree_paths(params)]
+    paths = list(dict.fromkeys("/".join(k[:depth]) for k in keys for depth in range(1, len(k) + 1)))
+    if isinstance(is_layer, Globs):
+        idle: list[Any] = [p for p in is_layer.patterns if not any(matches(p, path) for path in paths)]
+    else:
+        idle = [] if found else [is_layer]
+    if idle:
+        some = ", ".join(map(repr, paths[:8])) + " ..." * (len(paths) > 8)
+        raise ValueError(f"layers={idle[0]!r} matches nothing in params; there are {some or 'no leaves'}")
+
+
+def _refuse_twins(params: Any) -> None:
+    """Raise if two leaves have one path, as with keys 0 and "0", or "a/b" beside {"a": {"b": ...}}."""
+    for path, times in Counter(tree_paths(params)).items():
+        if times > 1:
+            raise ValueError(f"params has {times} leaves of the path {path!r}; rename a key, so that each has a path of its own")
 
 
 def natural(path: str) -> list[tuple[int, int, str]]:
@@ -200,7 +236,7 @@ def _made(group: Group, prefix: str, trainable: Callable[[str], bool]) -> tuple[
     info = []
     for i, (leaf, key) in enumerate(zip(leaves, tree_paths(group), strict=True)):
         path = "/".join(k for k in (prefix, key) if k)
-        x = leaf.fn(*leaf.args) if isinstance(leaf, Lazy) else copied(leaf)
+        x = plain(leaf.fn(*leaf.args)) if isinstance(leaf, Lazy) else copied(leaf)
         if not isinstance(x, Tensor):
             raise ValueError(f"params leaf {path!r} is a {type(x).__name__}; every leaf must be a torch.Tensor (or fs.lazy)")
         at = seen.setdefault(id(leaf), i)
@@ -211,8 +247,13 @@ def _made(group: Group, prefix: str, trainable: Callable[[str], bool]) -> tuple[
 
 
 def copied(x: Any) -> Any:
-    """A state's own copy of what it is given; it does not go on tracking an `nn.Parameter`."""
-    return x if not isinstance(x, Tensor) else (x.detach() if isinstance(x, torch.nn.Parameter) else x).clone()
+    """A state's own copy of what it is given."""
+    return plain(x).clone() if isinstance(x, Tensor) else x
+
+
+def plain(x: Any) -> Any:
+    """A tensor as a state has it: it does not go on tracking an `nn.Parameter`."""
+    return x.detach() if isinstance(x, torch.nn.Parameter) else x
 
 
 def _refuse_ties(groups: Mapping[str, Group]) -> None:
@@ -249,12 +290,12 @@ def whole(tree: Any) -> Any:
     >>> whole({"mu": cut({"w": torch.ones(2)})})
     {'mu': {'w': tensor([1., 1.])}}
     """
-    def plain(node: Any) -> Any:
+    def joined(node: Any) -> Any:
         if not isinstance(node, Groups):
             return node
         return join(node.skeleton, {n: thaw(gathered(g)) for n, g in node.items()})
 
-    return tree_map(plain, tree, is_leaf=lambda x: isinstance(x, Groups))
+    return tree_map(joined, tree, is_leaf=lambda x: isinstance(x, Groups))
 
 
 def gathered(group: Group) -> Group:

@@ -243,19 +243,19 @@ class Largest(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple:
         axis = ctx.axis
-        return linear(cotangent, partial(scaled_sum, axis), partial(sum_scaled, axis), weights(*ctx.saved_tensors, axis=axis)), None
+        return linear(cotangent, partial(scaled_sum, axis), partial(sum_scaled, axis), weights(axis, *ctx.saved_tensors)), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         axis = ctx.axis
-        return linear(tangent, partial(sum_scaled, axis), partial(scaled_sum, axis), weights(*ctx.saved_tensors, axis=axis))
+        return linear(tangent, partial(sum_scaled, axis), partial(scaled_sum, axis), weights(axis, *ctx.saved_tensors))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, x: Tensor, axis: Axis) -> tuple[Tensor, int]:
         return Largest.apply(x.movedim(in_dims[0], 0), axis), 0
 
 
-def weights(x: Tensor, largest: Tensor, axis: Axis) -> Tensor:
+def weights(axis: Axis, x: Tensor, largest: Tensor) -> Tensor:
     """(x == largest), shared evenly by the ranks where it holds."""
     here = (x == largest).to(x.dtype)
     return here / psum(here, axis)

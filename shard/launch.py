@@ -1,8 +1,10 @@
 """Joining the other processes of a run: who launched this one, what rank it has, and where the others meet."""
 
+import atexit
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -79,6 +81,7 @@ def init_distributed(*, timeout: float = 600, backend: str | None = None, check:
         world_size=launch.world_size,
         timeout=timedelta(seconds=timeout),
     )
+    atexit.register(time.sleep, 0.1)  # time for gloo's threads to let go of the last tensors: later it would abort (pytorch#179291)
     if launch.rank == 0:
         print(f"fspeed: {launch}; {backend} at {launch.address}:{launch.port}, timeout {timeout:g} s", file=sys.stderr)
     return launch

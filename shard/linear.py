@@ -13,7 +13,7 @@ def linear(x: Tensor, forward: Callable[..., Tensor], transpose: Callable[..., T
     Args:
         x: any shape and dtype.
         forward: linear in x. It indexes dims from the front, and acts alike on each slice of a dim added at the end of all its
-            arguments.
+            arguments (of size 1 in some, as broadcasting has it).
         transpose: its transpose in x, of the same kind: <c, forward(t)> = <transpose(c), t>.
         constants: what else both take; no derivative is taken with respect to them.
 
@@ -52,9 +52,6 @@ class Linear(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple, x: Tensor, forward: Callable, transpose: Callable, *constants: Tensor
     ) -> tuple[Tensor, int]:
-        moved = [batch_last(t, dim, info.batch_size) for t, dim in zip((x, *constants), (in_dims[0], *in_dims[3:]), strict=True)]
+        in_dims = (in_dims[0], *in_dims[3:])
+        moved = [t.unsqueeze(-1) if dim is None else t.movedim(dim, -1) for t, dim in zip((x, *constants), in_dims, strict=True)]
         return Linear.apply(moved[0], forward, transpose, *moved[1:]), -1
-
-
-def batch_last(x: Tensor, dim: int | None, size: int) -> Tensor:
-    return x.unsqueeze(-1).expand(*x.shape, size) if dim is None else x.movedim(dim, -1)

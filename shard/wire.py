@@ -90,7 +90,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     with named_failure("all_gather", axis):
         sent = c10d.all_gather_into_tensor(as_carried(x), axis.size, axis.group)
     shape, dtype = (axis.size * x.shape[0], *x.shape[1:]), x.dtype
-    return Pending("all_gather", axis, lambda: c10d.wait_tensor(sent).view(dtype).view(shape))
+    return Pending("all_gather", axis, lambda: from_carried(c10d.wait_tensor(sent), dtype).view(shape))
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
@@ -172,18 +172,18 @@ def start_all_to_all(x: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return Pending("all_to_all", axis, lambda: x)
     agree("all_to_all", x, axis)
-    counts = [x.numel() // axis.size] * axis.size
+    counts, shape = [x.numel() // axis.size] * axis.size, x.shape
     pending = start_exchange("all_to_all", x.reshape(-1), axis, counts, counts)
-    return Pending("all_to_all", axis, lambda: pending.wait().view(x.shape))
+    return Pending("all_to_all", axis, lambda: pending.wait().view(shape))
 
 
 def start_exchange(operation: str, x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Pending:
     """Start to send send[q] elements of flat x to each rank q, in order, and to receive receive[q] from it."""
     carried = as_carried(x)
-    width = x.element_size() // carried.element_size()
+    width, dtype = x.element_size() // carried.element_size(), x.dtype  # what is pending must not hold x
     with named_failure(operation, axis):
         sent = c10d.all_to_all_single(carried, [n * width for n in receive], [n * width for n in send], axis.group)
-    return Pending(operation, axis, lambda: c10d.wait_tensor(sent).view(x.dtype))
+    return Pending(operation, axis, lambda: from_carried(c10d.wait_tensor(sent), dtype))
 
 
 def start_all_reduce(operation: str, x: Tensor, axis: Axis, reduce_op: str) -> Pending:
@@ -221,3 +221,7 @@ def as_carried(x: Tensor) -> Tensor:
     """The elements of x, flat and contiguous, in a dtype that the backends carry."""
     flat = x.reshape(-1).contiguous()
     return flat if x.dtype in CARRIED else flat.view(torch.uint8)
+
+
+def from_carried(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.view(dtype)

@@ -309,17 +309,19 @@ def test_a_sum_has_the_same_bits_on_all_ranks_in_all_places_by_all_routes(n: int
 
 
 def test_what_is_sent() -> None:
-    """gloo's own reduce_scatter sends an all_reduce's bytes; ours half of that."""
+    """gloo's own reduce_scatter would send an all_reduce's bytes."""
 
-    def on_rank() -> list[int]:
-        axis, x, sent = mesh(a=4).axis("a"), torch.ones(400), []
+    def on_rank(n: int) -> list[tuple[list[str], int]]:
+        axis, x, sent = mesh(a=n).axis("a"), torch.ones(400), []
         for f in (psum, all_gather, reduce_scatter, all_to_all):
-            with Counted(4) as counted:
+            with Counted(n) as counted:
                 f(x, axis)
-            sent.append(counted.total)
+            sent.append((list(counted.calls), counted.total))
         return sent
 
-    assert ranks(4)(on_rank) == [[600, 1200, 300, 300]] * 4
+    gather, exchange = "all_gather_into_tensor", "all_to_all_single"
+    assert ranks(4)(on_rank, 4)[0] == [([exchange, gather], 600), ([gather], 1200), ([exchange], 300), ([exchange], 300)]
+    assert ranks(2)(on_rank, 2)[0] == [(["all_reduce"], 400), ([gather], 400), ([exchange], 200), ([exchange], 200)]
 
 
 # ---- under way
@@ -378,11 +380,12 @@ def never(axis: Axis) -> None:
 
 def gone(axis: Axis) -> None:
     """Rank 1 drops its connections, as if it had died, but lives on to answer the pool."""
+    pending = wire.start_psum(torch.ones(3), axis)
     if axis.rank == 0:
-        psum(torch.ones(3), axis)
+        pending.wait()
     for fd in os.listdir("/proc/self/fd") if axis.rank else []:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as connection:
-            if connection.family == socket.AF_INET:
+            if connection.family == socket.AF_INET and connection.getpeername():
                 connection.shutdown(socket.SHUT_RDWR)
 
 

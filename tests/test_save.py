@@ -295,7 +295,7 @@ def test_a_killed_rank_leaves_the_checkpoint_before(at: int, tmp_path: Path) -> 
     with Pool(2) as pool, pytest.raises(RankError, match=r"died|Connection"):
         pool(save_with_fault, folder, at, 4, die)
     ranks(2)(check_previous, folder, 1)
-    assert len(os.listdir(folder)) == 2
+    assert len(os.listdir(folder)) in (1, 2)         # the rank that made the partial folder may have ended before it did
     assert all(ranks(2)(save_with_fault, folder, at, 99, die))
     ranks(2)(check_previous, folder, 2)
     assert sorted(os.listdir(folder)) == ["a", "b"]

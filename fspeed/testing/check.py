@@ -102,7 +102,8 @@ def assert_close(got: Any, expected: Any, tolerance: float, where: str) -> None:
             raise AssertionError(f"{where}: {path} is {a.dtype} {tuple(a.shape)}, expected {b.dtype} {tuple(b.shape)}")
         if not b.numel():
             continue
-        error, size = (a.double() - b.double()).abs().max(), b.double().abs().max()
+        wide = torch.promote_types(b.dtype, torch.float64)
+        error, size = (a.to(wide) - b.to(wide)).abs().max(), b.to(wide).abs().max()
         if not error <= tolerance * size.clamp(min=1e-3):
             raise AssertionError(f"{where}: {path} is off by {float(error):.2e} of {float(size):.2e}: got {a}, expected {b}")
 

@@ -130,17 +130,20 @@ class Pool:
         self.pids = [pid for pid, _ in self.collect(timeout=60)]
 
     def collect(self, timeout: float) -> list[tuple]:
-        """The reply of every rank, or the first failure: the other ranks may be waiting for that one forever."""
+        """The reply of every rank; raises at the first failure, as the other ranks may be waiting for that one forever."""
         deadline = time.monotonic() + timeout
+        pending: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self.pipes)}
         replies: dict[int, tuple] = {}
-        while len(replies) < self.n:
-            pending = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in replies}
+        while pending:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise TimeoutError(f"no answer in {timeout:g} s from ranks {sorted(pending.values())} of {self.n}")
             for pipe in ready:
-                rank = pending[pipe]  # type: ignore[index]
-                replies[rank] = receive(pipe, rank)  # type: ignore[arg-type]
+                rank = pending.pop(pipe)
+                reply = receive(pipe, rank)
+                if isinstance(reply, RankError):
+                    raise cause(reply, pending)
+                replies[rank] = reply
         return [replies[rank] for rank in range(self.n)]
 
     def settle(self, replies: list[tuple]) -> None:
@@ -175,15 +178,24 @@ def dumps(value: Any) -> bytes:
     return cloudpickle.dumps(value)
 
 
-def receive(pipe: Connection, rank: int) -> tuple:
-    """(result, collective calls made so far) of a rank; raises what it raised."""
+def receive(pipe: Any, rank: int) -> "tuple | RankError":
+    """(result, collective calls made so far) of a rank, or its failure."""
     try:
         value, count, trace = pickle.loads(pipe.recv_bytes())
-    except (EOFError, ConnectionResetError) as error:
-        raise RankError(f"rank {rank} died", rank) from error
-    if trace:
-        raise RankError(f"on rank {rank}:\n{trace}", rank) from value
-    return value, count
+    except (EOFError, ConnectionResetError):
+        value, count, trace = EOFError(), {}, "it died"
+    if not trace:
+        return value, count
+    failure = RankError(f"rank {rank}: {trace}", rank)
+    failure.__cause__ = value
+    return failure
+
+
+def cause(failure: RankError, pending: dict[Any, int]) -> RankError:
+    """A failure, or the death of another rank that led to it and is told a moment later."""
+    others = [receive(pipe, pending[pipe]) for pipe in wait(list(pending), timeout=0.05)]
+    deaths = [other for other in others if isinstance(other, RankError) and isinstance(other.__cause__, EOFError)]
+    return deaths[0] if deaths else failure
 
 
 def in_step(replies: list[tuple]) -> bool:
@@ -198,9 +210,10 @@ def in_step(replies: list[tuple]) -> bool:
 @functools.cache
 def zygote() -> socket.socket:
     """A child process that has imported torch and forks a rank for each message, and the socket to it."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     code = f"from fspeed.testing.pool import fork_ranks; fork_ranks({theirs.fileno()})"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # also for safe forks
+    env = {**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     child = subprocess.Popen(
         [sys.executable, "-c", code], env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
     )

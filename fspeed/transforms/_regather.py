@@ -43,19 +43,21 @@ class Use:
             node.register_prehook(self.drop)        # its gradients are all there: the layer's backward is over
 
     def pack(self, x: Tensor):
-        at = self.index.get(storage(x)) if x.numel() else None
-        return x if at is None else (at, x.dtype, x.shape, x.stride(), x.storage_offset())
+        at = self.index.get(storage(x)) if x.layout == torch.strided and x.numel() else None
+        return x if at is None else (at, x.dtype, x.is_conj(), x.is_neg(), x.shape, x.stride(), x.storage_offset())
 
     def unpack(self, saved):
         if isinstance(saved, Tensor):
             return saved
-        at, dtype, *where = saved
+        at, dtype, conj, neg, *where = saved
         if self.slot.use is not self:
             with torch.no_grad():
                 self.slot.use, self.slot.leaves = self, tree_leaves(self.view(self.stored))
         base = self.slot.leaves[at].untyped_storage()
         shape, stride, offset = where
-        return torch.empty(0, dtype=dtype, device=base.device).set_(base, offset, shape, stride)
+        x = torch.empty(0, dtype=dtype, device=base.device).set_(base, offset, shape, stride)
+        x = x.conj() if conj else x
+        return torch._neg_view(x) if neg else x
 
     def drop(self, grads):
         self.slot.use, self.slot.leaves = None, ()

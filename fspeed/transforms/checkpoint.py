@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fspeed.grad import closed_over, in_jvp, in_torch_func, requires_grad, vjp
 from fspeed.opened import At
-from fspeed.shard.pytree import tree_flatten, tree_unflatten
+from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from fspeed.step import Step, around
 
 dead = torch._C._functorch.unwrap_if_dead       # what a Function saved may be wrapped for a torch.func level that is gone
@@ -26,7 +26,7 @@ def checkpoint(
             `lambda op: op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)`. None by default.
 
     Returns:
-        A step with the same randomness: a key is an argument like any other.
+        A step with the same randomness: a key is an argument like any other, and torch's generators are set back for backward.
 
     Raises:
         TypeError: when called: a layer uses a differentiated tensor that is not among its arguments; its gradient would be lost.
@@ -83,7 +83,7 @@ def remat(fn: Callable, *, save: Callable[[Any], bool] | None = None, name: Any 
         tensors = [leaves[i] for i in at]
         for i in at:
             leaves[i] = None
-        outs = iter(_Remat.apply(flat, Saved(save) if save else None, name, *tensors))
+        outs = iter(_Remat.apply(Redrawn(flat), Saved(save) if save else None, name, *tensors))
         return tree_unflatten(box["spec"], [next(outs) if o is None else o for o in box["outs"]])
 
     return run
@@ -111,10 +111,10 @@ class _Remat(torch.autograd.Function):
 
         def f(xs):
             outs = [o for o in flat(*_put(tensors, at, xs)) if real(o)]
-            refuse_strangers(outs, xs, ctx.name)
+            refuse_strangers(outs, [*xs, *tensors], ctx.name)
             return outs, None
 
-        _, pull, _ = vjp(f, [tensors[i] for i in at])
+        _, pull, _ = vjp(f, [tensors[i] for i in at], tensors)
         grads = pull([c for c in cotangents if c is not None and real(c)])
         return None, None, None, *_put([None] * len(tensors), at, grads)
 
@@ -130,11 +130,47 @@ def real(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
+# ---------------------------------------------------------------- numbers that are drawn once
+class Redrawn:
+    """A function that draws, each time, what it drew from torch's own generators the first time."""
+
+    def __init__(self, fn: Callable):
+        self.fn = fn
+        self.states: list[Tensor] | None = None         # what the first call found; [] if it drew nothing
+
+    def __call__(self, *args: Any) -> Any:
+        if self.states is None:
+            self.states = generator_states()
+            out = self.fn(*args)
+            if all(map(torch.equal, self.states, generator_states())):
+                self.states = []
+            return out
+        now = generator_states() if self.states else []
+        set_generators(self.states)
+        try:
+            return self.fn(*args)
+        finally:
+            set_generators(now)
+
+
+def generators() -> list[torch.Generator]:
+    on_gpu = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+    return [torch.default_generator, *([torch.cuda.default_generators[torch.cuda.current_device()]] if on_gpu else [])]
+
+
+def generator_states() -> list[Tensor]:
+    return [g.get_state() for g in generators()]
+
+
+def set_generators(states: list[Tensor]) -> None:
+    for g, state in zip(generators(), states, strict=False):
+        g.set_state(state)
+
+
 # ---------------------------------------------------------------- gradients that would be lost
 def refuse_closures(fn: Callable, name: Any) -> None:
     """Raise if a function uses, beside its arguments, a tensor that is differentiated."""
-    inner = getattr(fn, "fn", fn)
-    lost = [held for held, x in closed_over(inner) if torch.is_grad_enabled() and requires_grad(x)]
+    lost = [held for held, x in closed_over(fn) if torch.is_grad_enabled() and requires_grad(x)]
     if lost:
         raise TypeError(_message(name, f"the differentiated tensor {lost[0]!r}"))
 
@@ -174,25 +210,36 @@ class Saved:
             self.outputs.append(op())
             return self.outputs[-1]
 
-        with Intercepted(self.chosen, keep):
+        with Intercepted(self, keep):
             return flat(*tensors)
 
     def replaying(self, flat: Callable) -> Callable:
         def run(*tensors):
             outputs = iter(self.outputs)
-            with Intercepted(self.chosen, lambda op: next(outputs)):
+            with Intercepted(self, lambda op: next(outputs)):
                 return flat(*tensors)
 
         return run
+
+    def spare(self, written: list[Any]) -> None:
+        """Keep a copy of each output that is about to be written over."""
+        over = {x.untyped_storage().data_ptr() for x in written if isinstance(x, Tensor)}
+        copy = lambda x: x.clone() if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in over else x
+        self.outputs = [tree_map(copy, out) for out in self.outputs]
 
 
 class Intercepted(TorchDispatchMode):
     """Chosen operations go through `instead`, which is given the operation to do."""
 
-    def __init__(self, chosen: Callable[[Any], bool], instead: Callable[[Callable[[], Any]], Any]):
+    def __init__(self, saved: Saved, instead: Callable[[Callable[[], Any]], Any]):
         super().__init__()
-        self.chosen, self.instead = chosen, instead
+        self.saved, self.instead = saved, instead
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        do = lambda: func(*args, **(kwargs or {}))
-        return self.instead(do) if self.chosen(func) else do()
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            formal = zip(func._schema.arguments, args, strict=False)
+            named = [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
+            self.saved.spare(tree_leaves([x for a, x in (*formal, *named) if a.alias_info is not None and a.alias_info.is_write]))
+        do = lambda: func(*args, **kwargs)
+        return self.instead(do) if self.saved.chosen(func) else do()

@@ -39,7 +39,7 @@ class LossScaling(NamedTuple):
 
     def start(self) -> "LossScale":
         count = lambda n: torch.tensor(n, dtype=torch.int64)
-        return LossScale(torch.tensor(float(self.initial)), count(0), count(self.hysteresis), count(0))
+        return LossScale(torch.tensor(float(self.initial), dtype=torch.float32), count(0), count(self.hysteresis), count(0))
 
     def next(self, s: "LossScale", ok: Tensor) -> "LossScale":
         """The scale after a step; `ok`: whether its gradients were finite."""
