@@ -139,6 +139,23 @@ def test_tied_weights_stay_one_leaf():
     assert torch.equal(params["head"]["weight"], params["embed"]["weight"])
 
 
+class Asks(nn.Module):
+    """Asks its layer for the mode of what is in it, as torch's own encoder does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(3, 1)
+
+    def forward(self, x):
+        return self.inner(x, x, x)[0] * (2 if self.inner.out_proj.training else 1) * (2 if self.inner.training else 1)
+
+
+def test_a_layer_is_in_the_mode_of_the_module():
+    apply, params, buffers = fs.functional(Asks(), layers="inner")
+    train, evaluate = (apply(params, buffers, drawn(2, 3), key=key)[0] for key in (random.key(0), None))
+    torch.testing.assert_close(train, 4 * evaluate)
+
+
 # ---------------------------------------------------------------- buffers
 class Averages(nn.Module):
     """Buffers written in three ways, one that is not, and one that two names have."""
@@ -239,6 +256,10 @@ def test_each_dropout_and_each_layer_draws_for_itself():
     apply, *_ = fs.functional(module)
     out, _ = apply({}, {}, torch.ones(4000, 1), key=random.key(0))
     assert 150 < (out > 0).sum() < 350      # kept with probability 1/16: four masks that know nothing of each other
+    one = lambda: nn.Sequential(nn.Linear(1, 1, bias=False), nn.Dropout(0.5))
+    apply, params, _ = fs.functional(nn.Sequential(one(), one()), layers="*")
+    out, _ = apply(tree_map(torch.ones_like, params), {}, torch.ones(4000, 1), key=random.key(0))
+    assert 850 < (out > 0).sum() < 1150     # 1/4: two layers' masks
 
 
 class Draws(nn.Module):

@@ -361,7 +361,7 @@ MISFITS = {
     "same bytes": (lambda s: s(PARAMS | {"w": torch.ones(24)}), ["params leaves w", "[4, 6]", "[24]"]),
     "dtype": (lambda s: s(bf16(PARAMS)), ["params leaves w", "float32", "bfloat16"]),
     "one more": (lambda s: s(PARAMS | {"v": torch.ones(1)}), ["params leaves v", "nothing in", "float32 [1]"]),
-    "one less": (lambda s: s({"w": PARAMS["w"]}), ["params leaves blocks/0/w", "nothing in `like`"]),
+    "one less": (lambda s: s(PARAMS | {"blocks": PARAMS["blocks"][:1]}), ["params leaves blocks/1/w", "nothing in `like`"]),
     "a tuple": (lambda s: s(PARAMS | {"blocks": tuple(PARAMS["blocks"])}), ["params tree/blocks is", "list", "tuple"]),
     "frozen": (lambda s: s(trainable="w"), ["params leaves blocks/0/w", "frozen"]),
     "layers": (lambda s: s(layers=()), ["params leaves blocks/0/w", "in blocks/0", "in root"]),
