@@ -83,13 +83,11 @@ def test_zero_gradients_leave_everything_finite(name):
 @every_row
 def test_leaves_are_bf16_and_stay_so(name):
     opt = TABLE[name](optim)
-    exact, _ = trained(opt, drawn(0, torch.float64), steps(3, torch.float64))
     params, state = trained(opt, drawn(0, torch.bfloat16), steps(3, torch.bfloat16))
     assert {x.dtype for x in tree_leaves(params)} == {torch.bfloat16}
     dtypes = lambda s: [x.dtype for x in tree_leaves(s)]
     assert dtypes(state) == dtypes(opt.init(drawn(0, torch.bfloat16)))
-    for x, y in zip(tree_leaves(params), tree_leaves(exact), strict=True):
-        assert (x - y).abs().max(initial=0) < 0.3 if x.numel() == -1 else True
+    assert all(x.isfinite().all() for x in tree_leaves(params))
 
 
 # ---------------------------------------------------------------- placements
