@@ -64,7 +64,8 @@ def flat(layout: Flat) -> Record:
     metas = [(b.frozen, torch.empty(shape, dtype=b.dtype, device="meta")) for b, shape in rows]
     group = tree_unflatten(layout.spec, [Frozen(x) if frozen else x for frozen, x in metas])
     buckets = [[dtype_name(b.dtype), b.frozen, b.numel] for b in layout.buckets]
-    return {"group": record(group), "buffer": list(layout.place), "buffers": buckets}
+    cuts = {} if layout.cuts is None else {"cuts": layout.cuts}
+    return {"group": record(group), "buffer": list(layout.place), "buffers": buckets, **cuts}
 
 
 def parameters(params: Groups) -> Record:

@@ -2,7 +2,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -136,6 +136,14 @@ class Flat:
     shapes: tuple[tuple[int, ...], ...]
     place: tuple[int, ...]                  # of each leaf: its bucket
     buckets: tuple[Bucket, ...]
+    cuts: tuple[tuple[int, ...], ...] | None = None     # of each bucket: where ranks' parts begin, and the end; None: equal parts
+
+    def bounds(self, bucket: int, size: int) -> tuple[int, ...]:
+        """Where the part of each of `size` ranks begins in a bucket, and where the last ends."""
+        if self.cuts is not None:
+            return self.cuts[bucket]
+        padded = self.buckets[bucket].padded(size)
+        return tuple(rank * (padded // size) for rank in range(size + 1))
 
 
 def flat_layout(group: Any) -> tuple[list[Tensor], Flat]:
@@ -222,15 +230,24 @@ def gather(piece: Piece) -> Any:
 
     Cost: (N-1)/N of the group's bytes sent by each rank, one all-gather a buffer; its leaves are views of the buffers.
     """
-    return unpack([_gathered(x.value if is_frozen(x) else x, piece.axis) for x in piece.value], piece.layout)
+    bounds = [piece.layout.bounds(i, piece.axis.size) for i in range(len(piece.value))]
+    buffers = [_gathered(x.value if is_frozen(x) else x, b, piece.axis) for x, b in zip(piece.value, bounds, strict=True)]
+    return unpack(buffers, piece.layout)
 
 
-def _gathered(x: Any, axis: Axis) -> Any:
+def _gathered(x: Any, bounds: tuple[int, ...], axis: Axis) -> Any:
     if is_gone(x):
         return GONE
     if x.is_complex():
-        return torch.view_as_complex(_gathered(torch.view_as_real(x), axis))
-    return all_gather(x, axis) if x.numel() else x
+        return torch.view_as_complex(_gathered(torch.view_as_real(x), bounds, axis))
+    if not bounds[-1]:
+        return x
+    sizes = [stop - start for start, stop in pairwise(bounds)]
+    if min(sizes) == max(sizes):
+        return all_gather(x, axis)
+    padded = torch.cat([x, x.new_zeros(max(sizes) - len(x), *x.shape[1:])])
+    parts = all_gather(padded, axis).split(max(sizes))
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
 def scatter(grads: Any, piece: Piece, dtype: torch.dtype | None = None) -> Piece:
@@ -264,77 +281,3 @@ def _scattered(leaves: list[Tensor], bucket: Bucket, axis: Axis, dtype: torch.dt
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values of a dtype are summed."""
     return torch.float32 if dtype.itemsize < 4 else dtype
-
-
-# ---------------------------------------------------------------- what lies where
-class Segment(NamedTuple):
-    """Elements start to stop of a stored buffer, and the value of the leaf that they belong to."""
-    start: int
-    stop: int
-    value: Any
-
-
-def segments(stored: Any, values: Any) -> Iterator[list[Segment]]:
-    """For each live buffer of a stored group, which leaf's value holds for which of its elements.
-
-    Args:
-        stored: a group as it is stored: tensors, `Frozen` and `Piece` nodes.
-        values: an iterator of one value for each leaf of the *whole* group, frozen ones included, in order.
-
-    Returns:
-        A list of segments for each live leaf of `stored`, in order; neighbours of equal value are one. Padding is in none.
-
-    >>> from fspeed.shard.mesh import mesh
-    >>> piece = shard({"b": torch.zeros(3), "w": torch.zeros(2, 2)}, mesh(data=1).axis("data"))
-    >>> [[tuple(s) for s in buffer] for buffer in segments(piece, iter([False, True]))]
-    [[(0, 3, False), (3, 7, True)]]
-    """
-    values = iter(values)
-    for node, found in _segments(stored, values):
-        if not is_frozen(node):
-            yield found
-
-
-def _segments(stored: Any, values: Iterator) -> Iterator[tuple[Any, list[Segment]]]:
-    for node in tree_leaves(stored, is_leaf=lambda x: isinstance(x, (Piece, Frozen)) or is_gone(x)):
-        if isinstance(node, Piece) and isinstance(node.layout, Flat):
-            yield from _flat_segments(node, values)
-        elif isinstance(node, Piece):
-            yield from _segments(node.value, values)
-        elif is_gone(node) or is_frozen(node):
-            next(values)
-            yield Frozen(None), []
-        else:
-            yield node, [Segment(0, node.numel(), next(values))]
-
-
-def _flat_segments(piece: Piece, values: Iterator) -> Iterator[tuple[Any, list[Segment]]]:
-    layout = piece.layout
-    inner = tree_unflatten(layout.spec, [
-        Frozen(None) if layout.buckets[at].frozen else torch.empty(shape, device="meta")
-        for at, shape in zip(layout.place, layout.shapes, strict=True)
-    ])
-    found = [found for _, found in _segments(inner, values)]
-    for i, bucket in enumerate(layout.buckets):
-        if bucket.frozen:
-            yield Frozen(None), []
-            continue
-        shift, out = 0, []
-        for one, shape in zip(_members(found, layout, i), _members(list(layout.shapes), layout, i), strict=True):
-            out += [Segment(s.start + shift, s.stop + shift, s.value) for s in one]
-            shift += math.prod(shape)
-        size = bucket.padded(piece.axis.size) // piece.axis.size
-        yield inner, list(_joined(_clipped(out, piece.axis.rank * size, size)))
-
-
-def _clipped(found: list[Segment], first: int, size: int) -> Iterator[Segment]:
-    for s in found:
-        start, stop = max(s.start - first, 0), min(s.stop - first, size)
-        if start < stop:
-            yield Segment(start, stop, s.value)
-
-
-def _joined(found: Iterable[Segment]) -> Iterator[Segment]:
-    for _, run in groupby(found, key=lambda s: (type(s.value), s.value)):
-        parts = list(run)
-        yield Segment(parts[0].start, parts[-1].stop, parts[0].value)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fspeed.record import digest
-from fspeed.shard.piece import ALIGN, Frozen, Piece, Tied, gather, live, only_live, scatter, segments, shard, thaw
+from fspeed.shard.piece import ALIGN, Frozen, Piece, Tied, gather, live, only_live, scatter, shard, thaw
 from fspeed.shard.pytree import tree_leaves, tree_map, tree_structure
 from fspeed.testing import mesh, ranks
 from fspeed.testing.trees import tensors, trees
@@ -101,36 +101,6 @@ def test_scatter_sums_in_float32_unless_told():
     assert [x.dtype for x in ranks(2)(run, None)] == [torch.float32] * 2
     assert all((x == 257).all() for x in ranks(2)(run, None))
     assert all((x == 256).all() for x in ranks(2)(run, torch.bfloat16))
-
-
-# ---------------------------------------------------------------- segments
-def owners(tree, sizes):
-    """For each live element that is stored, the number of its leaf: by segments, and by sharding the numbers themselves."""
-    grid = mesh(**sizes)
-    numbered = iter(range(100))
-    numbers = tree_map(lambda x: torch.full(x.shape, float(next(numbered))), tree)
-    stored, plain = tree, numbers
-    for name in sizes:
-        stored, plain = shard(stored, grid.axis(name)), shard(plain, grid.axis(name))
-    values = iter(range(len(tree_leaves(tree))))
-    return [[tuple(s) for s in found] for found in segments(stored, values)], live(plain)
-
-
-@pytest.mark.parametrize("sizes", [{"data": 1}, {"data": 3}, {"a": 2, "b": 2}], ids=str)
-def test_segments_are_a_plain_computation(sizes):
-    @settings(max_examples=15)
-    @given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=6))
-    def law(leaves):
-        tree = [Frozen(torch.ones(n)) if frozen else torch.ones(n) for n, frozen in leaves]
-        for found, plain in ranks(math.prod(sizes.values()))(owners, tree, sizes):
-            for buffer, expected in zip(found, plain, strict=True):
-                got = torch.zeros(len(expected))
-                for start, stop, value in buffer:
-                    assert start < stop
-                    got[start:stop] = value
-                assert torch.equal(got, expected)
-
-    law()
 
 
 def test_pieces_are_nodes_of_every_tree_library():

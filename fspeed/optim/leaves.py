@@ -12,12 +12,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fspeed.shard.piece import Absent, Flat, Piece, Segment, Tied, is_gone, segments
+from fspeed.shard.parts import Kept, Lying, located, without
+from fspeed.shard.piece import Absent
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
 from fspeed.tree import Groups, abstract, by_group
 
 ALL = 2**40             # where the only segment of a leaf that is stored by itself ends: at its end, whatever its size
 UNKNOWN = torch.empty(ALL, dtype=torch.int8, device="meta")
+
+
+class Segment(NamedTuple):
+    """Elements start to stop of a stored leaf, and what holds for them."""
+    start: int
+    stop: int
+    value: Any
 
 
 class Leaf(NamedTuple):
@@ -57,41 +65,30 @@ def _parts(structure: Any) -> list[list[Segment]]:
     groups: Any = tree_unflatten(structure, [UNKNOWN] * structure.num_leaves)
     if not isinstance(groups, Groups):
         return [[Segment(0, ALL, Leaf(i, 1))] for i in range(structure.num_leaves)]
+    ranks = math.prod(axis.size for axis in groups.axes)
     found: list[list[Segment]] = []
-    for group, first in _here(groups):
-        held = enumerate(_holders(group, _ranks(groups)), first)
-        found += segments(group, iter([Leaf(i, n) for i, n in held if n is not None]))
+    for group, leaves in zip(_here(groups), _numbered(groups), strict=True):
+        here: list[list[Segment]] = [[] for _ in tree_leaves(group)]
+        for number, lying in leaves:
+            for run in lying.runs:
+                length = min(run.stop - run.first, ALL)
+                here[run.buffer].append(Segment(run.start, run.start + length, Leaf(number, ranks // lying.parts)))
+        found += [sorted(segments) for segments in here]
     return found
 
 
-def _ranks(groups: Groups) -> int:
-    return math.prod(axis.size for axis in groups.axes)
+def _here(groups: Groups) -> list[Any]:
+    return [group for _, group in groups.items() if not isinstance(group, Absent)]
 
 
-def _here(groups: Groups) -> Iterator[tuple[Any, int]]:
-    """The groups that are here, each with the number of its first leaf."""
+def _numbered(groups: Groups) -> Iterator[list[tuple[int, Lying]]]:
+    """(number, where it lies) of the live leaves, of each group that is here."""
     first = 0
-    for (_, group), infos in zip(groups.items(), groups.skeleton.leaves, strict=True):
+    for (_, group), spec in zip(groups.items(), groups.skeleton.specs, strict=True):
         if not isinstance(group, Absent):
-            yield group, first
-        first += len(infos)
-
-
-def _holders(group: Any, ranks: int) -> Iterator[int | None]:
-    """For each leaf of a group, how many of the ranks hold the same of it; 0 if it is frozen, None if it is tied to another."""
-    for node in tree_leaves(group, is_leaf=lambda x: is_gone(x) or isinstance(x, (Piece, Tied))):
-        if isinstance(node, Piece):
-            yield from _holders(inside(node), ranks // node.axis.size * node.holders)
-        else:
-            yield None if isinstance(node, Tied) else 0 if is_gone(node) else ranks
-
-
-def inside(piece: Piece) -> Any:
-    """What a piece is a part of, with zeros in place of the live leaves and None in place of the frozen ones."""
-    layout = piece.layout
-    if not isinstance(layout, Flat):
-        return piece.value
-    return tree_unflatten(layout.spec, [None if layout.buckets[at].frozen else 0 for at in layout.place])
+            leaves = enumerate(spec.flatten_up_to(located(group)), first)
+            yield [(i, x) for i, x in leaves if isinstance(x, Lying)]
+        first += spec.num_leaves
 
 
 def every(tree: Any, value: Any = None) -> list:
@@ -103,7 +100,32 @@ def numbers(tree: Any) -> list[list[int]]:
     """The numbers of the live leaves, of each group that is here."""
     if not isinstance(tree, Groups):
         return [list(range(len(tree_leaves(tree))))]
-    return [[i for i, n in enumerate(_holders(group, _ranks(tree)), first) if n] for group, first in _here(tree)]
+    return _numbers(tree_structure(tree))
+
+
+@functools.lru_cache(maxsize=64)
+def _numbers(structure: Any) -> list[list[int]]:
+    groups: Any = tree_unflatten(structure, [UNKNOWN] * structure.num_leaves)
+    return [[i for i, _ in leaves] for leaves in _numbered(groups)]
+
+
+@functools.lru_cache(maxsize=64)
+def left(structure: Any, keep: tuple[bool, ...], unseen: Any) -> tuple[Any, tuple[Kept, ...]]:
+    """A tree without some of its leaves: its structure, and what each of its leaves has of those of the tree.
+
+    Args:
+        structure: of the tree.
+        keep: for each leaf of the whole tree, whether it stays.
+        unseen: what stands in place of the others in a plain tree; in `Groups`, `()`.
+    """
+    tree: Any = tree_unflatten(structure, range(structure.num_leaves))
+    if isinstance(tree, Groups):
+        flags = iter([iter([keep[i] for i in group]) for group in _numbers(structure)])
+        some = tree.map(lambda name, group: without(group, next(flags)))
+    else:
+        some = tree_map(lambda i: Kept(i) if keep[i] else unseen, tree)
+    kept, spec = tree_flatten(some)
+    return spec, tuple(kept)
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,12 +3,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fspeed.optim.base import GradientTransformation, set_to_zero
-from fspeed.optim.leaves import ALL, as_function, by_leaf, parts, spread
-from fspeed.shard.piece import GONE, Segment
+from fspeed.optim.leaves import as_function, left, spread
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
-from fspeed.tree import Groups
 
 Mask = Any | Callable[[Any], Any]
 
@@ -31,12 +30,12 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     """Transform the leaves where a mask is True; the others' updates stay as they are.
 
     Args:
-        inner: what transforms them. It sees `MaskedNode()` in place of the others; in stored groups `()`, or zeros in a flat
-            buffer that leaves of both kinds share.
+        inner: what transforms them. It sees `MaskedNode()` in place of the others, `()` in stored groups, where flat buffers
+            have the elements of its own leaves only.
         mask: a tree of bools of the parameters' structure or of a prefix of it, or a function that makes it from them. It is
             given the plain tree on any placement, as meta tensors where parameters are stored in groups.
 
-    Cost: on flat shards, an inner state as large as for all leaves, and a pass over the updates.
+    Cost: on flat shards, a copy of the updates and of the parameters of leaves that do not lie side by side.
 
     >>> from fspeed.optim.scale import scale
     >>> opt = masked(scale(2.), {"a": True, "b": False})
@@ -121,21 +120,33 @@ def freeze(mask: Mask) -> GradientTransformation:
 
 def only(tree: Any, keep: Sequence[bool]) -> Any:
     """The tree as the transformation of the kept leaves sees it."""
-    spec = tree_structure(tree)
-    unseen: Any = GONE if isinstance(tree, Groups) else MaskedNode()
-    parted = by_leaf(lambda kept, x: x if kept else torch.zeros_like(x), keep, tree)
-    rows = zip(parts(tree), tree_leaves(parted), strict=True)
-    return tree_unflatten(spec, [unseen if _unseen(found, keep) else x for found, x in rows])
+    spec, kept = left(tree_structure(tree), tuple(keep), MaskedNode())
+    leaves = tree_leaves(tree)
+    return tree_unflatten(spec, [_taken(leaves[k.buffer], k.intervals) for k in kept])
 
 
 def chosen(new: Any, old: Any, keep: Sequence[bool]) -> Any:
     """The leaves of `new`, which `only` left, and in place of the others those of `old`."""
     leaves, spec = tree_flatten(old)
-    news = iter(tree_leaves(new))
-    filled = tree_unflatten(spec, [x if _unseen(found, keep) else next(news) for found, x in zip(parts(old), leaves, strict=True)])
-    return by_leaf(lambda kept, o, n: n if kept else o, keep, old, filled)
+    for k, x in zip(left(spec, tuple(keep), MaskedNode())[1], tree_leaves(new), strict=True):
+        leaves[k.buffer] = _filled(leaves[k.buffer], x, k.intervals)
+    return tree_unflatten(spec, leaves)
 
 
-def _unseen(found: list[Segment], keep: Sequence[bool]) -> bool:
-    """Whether what is stored is a single leaf, and not kept."""
-    return bool(found) and found[0].stop == ALL and not keep[found[0].value.number]
+def _taken(x: Tensor, intervals: tuple | None) -> Tensor:
+    """The elements of a flat buffer in intervals, or all of a leaf."""
+    if intervals is None:
+        return x
+    some = [x[a:b] for a, b in intervals]
+    return torch.cat(some) if len(some) > 1 else some[0] if some else x[:0]
+
+
+def _filled(x: Tensor, new: Tensor, intervals: tuple | None) -> Tensor:
+    """The flat buffer with other elements in intervals, or another leaf."""
+    if intervals is None:
+        return new
+    out, at, used = [], 0, 0
+    for a, b in intervals:
+        out += [x[at:a], new[used : used + b - a]]
+        at, used = b, used + b - a
+    return torch.cat([*out, x[at:]])

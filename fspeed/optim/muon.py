@@ -192,8 +192,8 @@ def muon(
     Returns:
         A transformation whose state is `PartitionState({"muon": MaskedState(...), "adam": MaskedState(...)})`.
 
-    Cost: one number kept for each element of a matrix, two for all else; on flat shards three for each. Flat shards are gathered
-        as for `scale_by_muon`.
+    Cost: one number kept for each element of a matrix, two for all else. Flat shards of matrices are gathered as for
+        `scale_by_muon`.
 
     Source: Jordan et al., kellerjordan.github.io/posts/muon.
 

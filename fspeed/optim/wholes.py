@@ -2,10 +2,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fspeed.optim.leaves import inside, numbers
-from fspeed.shard.piece import GONE, Flat, Piece, is_gone, pack
+from fspeed.optim.leaves import numbers
+from fspeed.shard.piece import GONE, Flat, Piece, is_gone
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from fspeed.tree import Groups, gathered
 
@@ -19,7 +20,6 @@ def on_whole(f: Callable[..., Any], values: Sequence, tree: Any, *states: Any) -
     Cost: (N-1)/N of the tree's bytes sent by each rank where it lies in flat shards, one all-gather a buffer, and one whole group
         at a time beside it. Every rank computes every leaf.
 
-    >>> import torch
     >>> on_whole(lambda v, x, s: (v * x, s + 1), [2, 3], {"a": torch.ones(1), "b": torch.ones(1)}, {"a": 0, "b": 1})
     ({'a': tensor([2.]), 'b': tensor([3.])}, {'a': 1, 'b': 2})
     """
@@ -53,14 +53,22 @@ def placed_like(stored: Any, leaves: Iterator[Tensor]) -> Any:
 
 
 def _own_part(piece: Piece, leaves: Iterator[Tensor]) -> Piece:
-    layout, n = piece.layout, piece.axis.size
-    given = iter(tree_leaves(placed_like(inside(piece), leaves)))
-    members = [None if layout.buckets[at].frozen else next(given) for at in layout.place]
-    value = []
-    for i, bucket in enumerate(layout.buckets):
-        mine = [x for x, at in zip(members, layout.place, strict=True) if at == i and x is not None]
-        value.append(GONE if bucket.frozen else pack(mine, bucket, n).view(n, -1)[piece.axis.rank].clone())
-    return Piece(tuple(value), piece.axis, piece.holders, layout)
+    layout = piece.layout
+    inner = tree_unflatten(layout.spec, [GONE if is_gone(piece.value[at]) else 0 for at in layout.place])
+    given = iter(tree_leaves(placed_like(inner, leaves)))
+    buckets: list[list[Tensor]] = [[] for _ in layout.buckets]
+    for at in layout.place:
+        if not is_gone(piece.value[at]):
+            buckets[at].append(next(given).reshape(-1))
+    bounds = [layout.bounds(i, piece.axis.size)[piece.axis.rank :][:2] for i in range(len(buckets))]
+    value = tuple(_cut(xs, *b) if xs else GONE for xs, b in zip(buckets, bounds, strict=True))
+    return Piece(value, piece.axis, piece.holders, layout)
+
+
+def _cut(xs: list[Tensor], start: int, stop: int) -> Tensor:
+    """Elements start to stop of tensors laid end to end, and zeros behind the end."""
+    part = torch.cat(xs)[start:stop]
+    return torch.cat([part, part.new_zeros(stop - start - len(part))])
 
 
 def outline(tree: Any) -> Any:
