@@ -144,6 +144,8 @@ class Step:
 
         Cost: one whole group at a time beside what the caller holds.
         """
+        if isinstance(params, State):
+            raise TypeError("init takes a parameter tree, got a State; step.params(state) is a state's tree")
         stored = cut(params, self.layers, self.trainable, self.place, self.axes)
         return State(
             torch.zeros((), dtype=torch.int64), stored, self.optimizer.init(only_live(stored)), buffers,

@@ -115,6 +115,8 @@ class Groups:
         return zip(self.names, self.stored, strict=True)
 
     def __getitem__(self, name: str) -> Group:
+        if name not in self.names:
+            raise KeyError(f"no group {name!r}, there are {', '.join(self.names)}; step.params(state) is the plain tree")
         return self.stored[self.names.index(name)]
 
     def replace(self, stored: Iterable) -> Groups:
