@@ -93,7 +93,8 @@ def sample(params, prompt: str, length: int, key, temperature=0.7) -> str:
         logits_V = gpt(params, text_BT[:, -CONTEXT:])[0, -1]
         byte = fs.random.categorical(fs.random.fold_in(key, i).to(logits_V.device), logits_V / temperature)
         text_BT = torch.cat([text_BT, byte.view(1, 1)], 1)
-    return bytes(text_BT[0].tolist()).decode(errors="replace")
+    text = bytes(text_BT[0].tolist()).decode(errors="replace")
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)         # no escape codes to the terminal
 
 
 # ---------------------------------------------------------------- the data
@@ -172,7 +173,8 @@ def main(o: argparse.Namespace) -> None:
             bar.update(0, advance=1, loss=losses[-1], speed=speed, lr=schedule(i))
             if (i + 1) % every == 0 or i + 1 == o.steps:
                 curve[i + 1] = evaluate()
-                bar.print(f"step {i + 1:4d}  loss {losses[-1]:.5f}  held-out {curve[i + 1]:.5f}")
+                if ranks.rank == 0:
+                    bar.print(f"step {i + 1:4d}  loss {losses[-1]:.5f}  held-out {curve[i + 1]:.5f}")
                 if o.save:
                     fs.save(f"{o.save}/step-{i + 1}", state)
 

@@ -31,6 +31,8 @@ def train(*options: object, ranks: int = 1, cwd: Path) -> dict:
     printed = python(*launcher, ROOT / "examples" / "train_gpt.py", *options, cwd=cwd)
     assert (cwd / "train_gpt.png").read_bytes().startswith(b"\x89PNG")
     assert printed.count('"losses"') == printed.count("bigram model") == 1, "only rank 0 prints"
+    shown = re.findall(r"^step +\d+  loss", printed, re.MULTILINE)
+    assert shown and len(set(shown)) == len(shown), "only rank 0 shows its losses"
     return json.loads(printed.splitlines()[-1])
 
 
