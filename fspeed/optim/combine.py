@@ -13,12 +13,20 @@ def chain(*args: GradientTransformation) -> GradientTransformation:
     Returns:
         A transformation whose state is the tuple of theirs. It steps in one pass if its last one does: the others update.
 
+    Raises:
+        TypeError: an argument has no init and update, such as a list of transformations.
+
     >>> import torch
     >>> from fspeed.optim.scale import scale
     >>> opt = chain(scale(2.), scale(-.5))
     >>> opt.update(torch.tensor(3.), opt.init(torch.tensor(0.)))
     (tensor(-3.), (EmptyState(), EmptyState()))
     """
+    for i, t in enumerate(args):
+        if not (hasattr(t, "init") and hasattr(t, "update")):
+            got = f"got a {type(t).__name__}; give chain(a, b), not a list"
+            raise TypeError(f"chain: argument {i} must have init and update, {got}")
+
     def init(params: Any) -> tuple:
         return tuple(t.init(params) for t in args)
 
@@ -73,4 +81,7 @@ def _through(args: tuple, updates: Any, state: tuple, params: Any) -> tuple[Any,
 
 def _same_length(args: tuple, state: tuple) -> None:
     if len(args) != len(state):
-        raise ValueError(f"chain: a state of {len(state)} parts was given to a chain of {len(args)}; make it by this chain's init")
+        raise ValueError(
+            f"chain: a state of {len(state)} parts was given to a chain of {len(args)}: it is another optimizer's; "
+            "make it by this one's init"
+        )
