@@ -146,10 +146,11 @@ class Step:
         """
         if isinstance(params, State):
             raise TypeError("init takes a parameter tree, got a State; step.params(state) is a state's tree")
+        key = random.key(0) if key is None else random._raw(key)
         stored = cut(params, self.layers, self.trainable, self.place, self.axes)
         return State(
             torch.zeros((), dtype=torch.int64), stored, self.optimizer.init(only_live(stored)), buffers,
-            random.key(0) if key is None else key, {name: start(stored) for name, start in self.extra},
+            key, {name: start(stored) for name, start in self.extra},
         )
 
     def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:

@@ -34,7 +34,10 @@ def accumulate(step: Step, microbatches: int) -> Step:
     {'w': tensor(-2.)}
     """
     if not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(f"accumulate: microbatches must be a positive integer, got {microbatches!r}")
+        raise ValueError(
+            f"accumulate: microbatches must be a positive integer, got "
+            f"{microbatches if isinstance(microbatches, (int, float)) else f'a {type(microbatches).__name__}'}"
+        )
 
     def wrap(inner: Grads) -> Grads:
         def run(loss, state: State, batch: Batch):
