@@ -1,4 +1,5 @@
 """Chains: the updates of one transformation are what the next is given."""
+from collections import OrderedDict
 from typing import Any
 
 from fspeed.optim.base import GradientTransformation
@@ -43,20 +44,20 @@ def chain(*args: GradientTransformation) -> GradientTransformation:
 
 
 def named_chain(*args: tuple[str, GradientTransformation]) -> GradientTransformation:
-    """A chain whose state is a dict by name.
+    """A chain whose state is by name: an `OrderedDict`, in the order of the chain.
 
     Args:
         args: pairs of a name and a transformation.
 
     >>> from fspeed.optim.scale import scale
-    >>> named_chain(("half", scale(.5))).init(None)
-    {'half': EmptyState()}
+    >>> named_chain(("half", scale(.5))).init(None)["half"]
+    EmptyState()
     """
     names = [name for name, _ in args]
     if len(set(names)) < len(names):
         raise ValueError(f"named_chain: each name may be given once, got {names}")
     inner = chain(*(t for _, t in args))
-    named = lambda states: dict(zip(names, states, strict=True))
+    named = lambda states: OrderedDict(zip(names, states, strict=True))
 
     def around(f: Any) -> Any:
         def run(x: Any, state: dict, params: Any = None) -> tuple[Any, dict]:

@@ -112,9 +112,3 @@ def all_finite(tree: Any) -> Tensor:
     """Whether every element on every rank is finite: bool, 0-d."""
     good = together([(x.abs() < math.inf).all() for x in tree_leaves(tree)])
     return summed(good.all().logical_not().to(torch.float32), tree) == 0
-
-
-def sum_of_products(a: Any, b: Any) -> Tensor:
-    """The inner product of two trees that are stored alike, the same on every rank."""
-    found = [(x * y).sum(dtype=at_least_float32(x.dtype)) / n for n, (x, y) in pieces(HOLDERS, a, b)]
-    return summed(together(found).sum(), a)

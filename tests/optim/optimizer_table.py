@@ -52,7 +52,7 @@ TABLE = {
     "partition": lambda o: o.partition({"first": o.adam(0.1), "other": o.sgd(0.1, 0.9)}, LABELS),
     "apply_if_finite": lambda o: o.apply_if_finite(o.adam(0.1), 2),
     "inject_hyperparams": lambda o: o.inject_hyperparams(o.adamw)(o.linear_schedule(0.1, 0.0, 8), b1=0.8),
-    "named_chain": lambda o: o.named_chain(("clip", o.clip(0.5)), ("adam", o.adam(0.1))),
+    "named_chain": lambda o: o.named_chain(("trace", o.trace(0.9)), ("adam", o.adam(0.1))),
     "amsgrad": lambda o: o.amsgrad(0.1, b2=0.9),
     "amsgrad uncorrected": lambda o: o.amsgrad(0.1, bias_correction_mu=False, bias_correction_nu=False),
     "adamax": lambda o: o.adamax(0.1),
