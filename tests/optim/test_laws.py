@@ -70,6 +70,7 @@ def test_one_pass_writes_over_what_it_is_given(name):
     params = drawn(0)
     state = opt.init(params)
     new = opt.apply(drawn(1), state, params)
+    new = new[0] if name == "named_chain" else new      # of a chain, the last link's
     owned = {x.data_ptr() for x in tree_leaves((params, state)) if x.dim()}
     assert all(x.data_ptr() in owned for x in tree_leaves(new) if x.dim())
 
@@ -119,7 +120,7 @@ def expected_steps(name, n=3):
 
 
 PLACES = [
-    ({"data": 1}, ("data",)), ({"data": 2}, ("data",)), ({"data": 3}, ("data",)), ({"data": 2}, ()),
+    ({"data": 3}, ("data",)), ({"data": 2}, ()),
     ({"replica": 2, "data": 2}, ("data",)), ({"inner": 2, "outer": 2}, ("inner", "outer")),
 ]
 
