@@ -7,7 +7,7 @@ are, nor, in float32, on the transforms that are chosen.
 two commands to begin with:
 
   python examples/train_gpt.py
-      Two minutes on two cores: a progress bar, the held-out loss, a sample, and the loss curve in train_gpt.png.
+      A few minutes on two cores: a progress bar, the held-out loss, a sample, and the loss curve in train_gpt.png.
 
   torchrun --nproc-per-node 2 examples/train_gpt.py --zero 3 --bf16 --checkpoint --accumulate 4
       The same on two processes, each with half of the batch and half of all parameters, gradients and moments.
