@@ -141,6 +141,16 @@ def test_case_19_ranks_without_elements_step_too():
         torch.testing.assert_close(w, torch.full((3,), 0.9), atol=2e-5, rtol=0)
 
 
+def parts_of_three_ranks():
+    axis = mesh(data=3).axis("data")
+    params = flat({"a": torch.ones(20), "b": torch.ones(50)}, axis, (axis,))
+    return [[(s.start, s.stop, s.value.number) for s in found] for found in parts(params)]
+
+
+def test_parts_end_where_a_ranks_buffer_does():
+    assert ranks(3)(parts_of_three_ranks) == [[[(0, 20, 0), (20, 32, 1)]], [[(0, 32, 1)]], [[(0, 6, 1)]]]
+
+
 def test_padding_is_in_no_part():
     axis = mesh(data=1).axis("data")
     params = flat({"w": torch.ones(3), "x": torch.ones(2, dtype=torch.bfloat16)}, axis, (axis,))
