@@ -204,8 +204,13 @@ def all_combined(operation: str, x: Tensor, axis: Axis, combine: Callable[[Tenso
     """What `combine` makes of all ranks' x: each rank combines its share, and the shares are gathered."""
     shape, count = x.shape, x.numel()
     flat = torch.nn.functional.pad(x.reshape(-1), (0, -count % axis.size))
-    pending = scatter_combined(operation, flat, axis, combine)
-    return Pending(operation, axis, lambda: start_all_gather(pending.wait(), axis).wait()[:count].view(shape))
+    padded, pending = flat.numel() > count, scatter_combined(operation, flat, axis, combine)
+
+    def finish() -> Tensor:
+        gathered = start_all_gather(pending.wait(), axis).wait()
+        return (gathered[:count].clone() if padded else gathered).view(shape)  # dual numbers want storage of that size
+
+    return Pending(operation, axis, finish)
 
 
 def sum_by_rank(parts: Tensor) -> Tensor:

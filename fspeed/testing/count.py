@@ -14,6 +14,9 @@ from fspeed.shard.pytree import tree_leaves
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")      # the profiler tells every start and stop on the terminal otherwise
 
+# seconds in which gloo's threads let go of their last buffers: they tell the profiler, which must still be there
+SETTLE = 0.05
+
 # elements sent by one rank of N, for n elements in: (operation, N) -> factor of n
 SENT = {
     "all_reduce": lambda n, size: 2 * n * (size - 1) / size,
@@ -84,6 +87,7 @@ def allocated_peak(fn: Callable[[], Any]) -> int:
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         kept = fn()
+        time.sleep(SETTLE)
     events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
     alive = peak = 0
     for e in sorted(events, key=lambda e: e.start_ns()):

@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import copyreg
 import datetime
+import faulthandler
 import functools
 import json
 import os
@@ -183,7 +184,7 @@ def receive(pipe: Any, rank: int) -> "tuple | RankError":
     try:
         value, count, trace = pickle.loads(pipe.recv_bytes())
     except (EOFError, ConnectionResetError):
-        value, count, trace = EOFError(), {}, "it died"
+        value, count, trace = EOFError(), {}, "it died (a crash shows its stack on stderr)"
     if not trace:
         return value, count
     failure = RankError(f"rank {rank}: {trace}", rank)
@@ -254,6 +255,7 @@ def fork_ranks(fd: int) -> None:
 def serve(pipe: Connection, folder: str, rank: int, n: int, store: str, timeout: float) -> None:
     """What a rank does: join the group, then answer calls."""
     torch.set_num_threads(1)
+    faulthandler.enable()  # a rank that crashes shows where, on the caller's stderr
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     file = dist.FileStore(f"{folder}/{store}", n)
     dist.init_process_group("gloo", rank=rank, world_size=n, store=file, timeout=datetime.timedelta(seconds=timeout))
