@@ -62,6 +62,11 @@ def as_metrics(out: Any, rows: Tensor, buffers: Any = (), weights: dict[str, Ten
     Given the weights of the whole batch, the loss is a dict of terms, each divided by its own.
     """
     loss, more, new = _parts(out)
+    if not is_gone(buffers) and tree_structure(new) != tree_structure(buffers):
+        raise TypeError(
+            "a loss that is given buffers must return (loss, {name: fs.Loss}, buffers) with buffers of the same structure; "
+            f"got {'a pair' if new is None else tree_structure(new)}, expected buffers of {tree_structure(buffers)}"
+        )
     if taken := {"loss", BUFFERS} & more.keys():
         raise ValueError(f"a loss returned a metric named {min(taken)!r}; that name is the step's own: choose another")
     count = torch.full((), len(rows), dtype=torch.float32, device=rows.device)
@@ -73,11 +78,6 @@ def as_metrics(out: Any, rows: Tensor, buffers: Any = (), weights: dict[str, Ten
         raise TypeError(f"the loss is of dtype {found['loss'].total.dtype}; only a real floating one has a gradient to train by")
     if is_gone(buffers):
         return found
-    if tree_structure(new) != tree_structure(buffers):
-        raise TypeError(
-            "a loss that is given buffers must return (loss, {name: fs.Loss}, buffers) with buffers of the same structure; "
-            f"got {tree_structure(new)}, expected {tree_structure(buffers)}"
-        )
     count = count.to(torch.float64)
     changed = enumerate(zip(tree_leaves(new), tree_leaves(buffers), strict=True))
     part = lambda b: Loss(torch.where(count == 0, 0, b.detach().to(torch.float64) * count), count)      # no rows say nothing

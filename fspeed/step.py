@@ -22,7 +22,7 @@ from fspeed.shard.collectives import all_gather, psum
 from fspeed.shard.mesh import Axis
 from fspeed.shard.piece import only_live, replace_live
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_paths
-from fspeed.tree import NONE, Groups, Place, chooser, cut, whole
+from fspeed.tree import NONE, ROOT, Groups, Place, chooser, cut, whole
 
 Metrics = dict[str, Any]                                                    # name: Loss
 Grads = Callable[[Opened, "State", "Batch"], tuple[Metrics, Any]]           # the metrics' sums, and gradients of the total
@@ -128,6 +128,12 @@ class Step:
     update: Callable[[Update], Update] = lambda apply: apply
     own: Callable[[Any], Any] = lambda tree: tree_map(torch.clone, tree)
 
+    def __repr__(self) -> str:
+        name = getattr(self.loss, "__name__", type(self.loss).__name__)
+        stored = " then ".join(label for label, _ in self.place) or "whole"
+        over = ", ".join(f"{a.name}={a.size}" for a in self.axes) or "one process"
+        return f"Step(loss={name}, layers={self.layers}, params {stored}, over {over})"
+
     def init(self, params: Any, key: Tensor | None = None, buffers: Any = ()) -> State:
         """The first state.
 
@@ -232,6 +238,11 @@ class Step:
                 f"this state comes from another stack: its parameters are {' then '.join(there) or 'whole'}, "
                 f"this step keeps them {' then '.join(here) or 'whole'}; make it with this step's init, or save and restore it"
             )
+        if not cut_by(self.layers, state.params.names):
+            raise ValueError(
+                f"this state was cut into {', '.join(state.params.names)}, not by this step's layers=; make it with this step's "
+                "init, or save and restore it"
+            )
         if set(state.extra) != {name for name, _ in self.extra}:
             raise ValueError(
                 f"this state comes from another stack: its extra has {sorted(state.extra)}, "
@@ -249,7 +260,8 @@ def step(
 
     Args:
         loss: `(params, batch, key) -> Loss`, or `(Loss, {name: Loss})`. A bare scalar counts as the mean over its rows. `key`
-            is a `fs.random.Key` that knows each row's place in the whole batch; None in `evaluate`.
+            is a `fs.random.Key` that knows each row's place in the whole batch. It is None in `evaluate`, where nothing is random:
+            `fs.random.dropout(None, x, rate)` is x, and a loss that calls `key.fold_in` asks `if key is not None` before.
         optimizer: optax's pair, init and update, such as `fs.optim.adamw(3e-4)`.
         layers: globs over key paths, or a predicate: which subtrees are layers, the units of gathering and recompute.
         trainable: globs or a predicate over leaves' paths; the other leaves get no gradient and no moments and keep their bits.
@@ -272,8 +284,18 @@ def step(
     if not callable(loss):
         raise TypeError(f"fs.step: loss must be a function (params, batch, key) -> fs.Loss, got a {type(loss).__name__}")
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise TypeError(f"fs.step: optimizer must have init and update, as optax's have; got a {type(optimizer).__name__}")
+        got = optimizer.__name__ if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+        raise TypeError(
+            f"fs.step: optimizer must be a pair of functions, init and update, as fs.optim.adamw(1e-3) or optax's are; got {got}"
+        )
     return Step(loss, optimizer, chooser(layers), chooser(trainable), weights)
+
+
+@functools.lru_cache(maxsize=1024)
+def cut_by(layers: Callable[[str], bool], names: tuple[str, ...]) -> bool:
+    """Whether groups of these names may come from a tree cut by `layers`."""
+    found = [name for name in names if name != ROOT]
+    return all(map(layers, found)) and bool(found or layers == NONE)
 
 
 def rows_of(batch: Any) -> tuple[int, torch.device]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ import optree
 import torch
 from torch import Tensor
 
+from fspeed.grad import in_torch_func, in_trace
+from fspeed.shard.collectives import all_gather
 from fspeed.shard.mesh import Axis
 from fspeed.shard.piece import Absent, Flat, Frozen, Piece, Tied, gather, thaw
 from fspeed.shard.pytree import NAMESPACE, register, tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
@@ -71,6 +74,9 @@ class Globs:
 
     def __call__(self, path: str) -> bool:
         return any(matches(p, path) for p in self.patterns)
+
+    def __str__(self) -> str:
+        return ", ".join(map(repr, self.patterns)) or "none"
 
 
 NONE = Globs()
@@ -152,7 +158,8 @@ def cut(
         axes: the mesh axes that the tree is spread over.
 
     Raises:
-        ValueError: a leaf is no tensor, no leaf is trainable, `is_layer` chooses nothing, or two leaves have one path.
+        ValueError: a leaf is no tensor, no leaf is trainable, `is_layer` chooses nothing, two leaves have one path, or ranks
+            of the axes have different trees or values.
     """
     _refuse_twins(params)
     layers = _layers(params, is_layer)
@@ -169,13 +176,16 @@ def cut(
             slots.append((ROOT, path))
     _refuse_ties({ROOT: root, **layers})
 
-    stored, specs, leaves = [], [], []
+    stored, specs, leaves, prints = [], [], [], {}
+    shared = any(axis.size > 1 for axis in axes) and not in_torch_func() and not in_trace()
     groups = {**({ROOT: root} if root else {}), **{path: t for path, t in layers.items() if first[id(t)] == path}}
     for name, group in groups.items():
         prefix = "" if name == ROOT else name
         made, info = _made(group, prefix, trainable)
         specs.append(tree_flatten(group)[1])
         leaves.append(info)
+        if shared:
+            prints.update(fingerprints(made, info))
         for _, step in place:
             made = made if isinstance(made, Absent) else step(name, made)
         stored.append(made)
@@ -185,6 +195,8 @@ def cut(
             + (", ".join(f"{x.path!r} ({x.dtype})" for info in leaves for x in info) or "an empty tree")
             + "; at least one leaf must be of a floating or complex dtype and chosen by trainable="
         )
+    if shared:
+        _refuse_others(prints, axes)
     skeleton = Skeleton(spec, tuple(slots), tuple(specs), tuple(leaves))
     return Groups(tuple(stored), tuple(groups), skeleton, axes, tuple(label for label, _ in place))
 
@@ -270,6 +282,38 @@ def _refuse_ties(groups: Mapping[str, Group]) -> None:
                     f"params leaves {other!r} and {path!r} are one tensor, but lie in different layers; "
                     "keep a tied leaf out of layers= and pass it to the layers that use it, or give each its own tensor"
                 )
+
+
+def fingerprints(group: Group, leaves: tuple[Leaf, ...]) -> dict[str, Tensor]:
+    """{path: fingerprint} of a group's leaves that have values of their own."""
+    nodes = tree_leaves(group, is_leaf=lambda x: isinstance(x, (Frozen, Tied)))
+    values = {leaf.path: x.value if isinstance(x, Frozen) else x for leaf, x in zip(leaves, nodes, strict=True)}
+    return {path: fingerprint(x) for path, x in values.items() if isinstance(x, Tensor) and x.device.type != "meta"}
+
+
+def fingerprint(x: Tensor) -> Tensor:
+    """An int64 that two tensors of different values seldom share: the sum of their bits, read as whole numbers."""
+    x = torch.view_as_real(x) if x.is_complex() else x
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return x.detach().reshape(-1).contiguous().view(whole).sum(dtype=torch.int64)
+
+
+def _refuse_others(prints: dict[str, Tensor], axes: tuple[Axis, ...]) -> None:
+    """Raise if the ranks of an axis have different leaves, or a leaf has different values on them."""
+    paths = zlib.crc32("/".join(prints).encode())
+    for axis in axes:
+        if axis.size == 1 or not prints:
+            continue
+        device = next(iter(prints.values())).device
+        if len(set(all_gather(torch.tensor([paths], device=device), axis).tolist())) > 1:
+            raise ValueError(f"the ranks of axis {axis.name!r} were given params of different leaves, here {', '.join(prints)}")
+        seen = all_gather(torch.stack(list(prints.values())).unsqueeze(0), axis)
+        if odd := [path for path, same in zip(prints, (seen == seen[0]).all(0).tolist(), strict=True) if not same]:
+            raise ValueError(
+                f"params leaf {odd[0]!r} has different values on the ranks of axis {axis.name!r}"
+                + (f", and {len(odd) - 1} more" if len(odd) > 1 else "")
+                + "; draw it from the same seed on every rank: torch.manual_seed(0) before, or fs.random with one key"
+            )
 
 
 def join(skeleton: Skeleton, usable: Mapping[str, Any]) -> Any:

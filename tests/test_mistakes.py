@@ -3,6 +3,7 @@ import pytest
 import torch
 
 import fspeed as fs
+from fspeed.testing.pool import RankError, ranks
 
 PARAMS = {"blocks": [{"w": torch.eye(2)}, {"w": torch.eye(2)}], "out": torch.ones(2)}
 
@@ -38,3 +39,47 @@ def test_optimizers():
 def test_arguments_in_another_order():
     with pytest.raises(ValueError, match=r"got a Step$"):
         fs.accumulate(2, step())
+
+
+def test_optimizers_that_are_none():
+    with pytest.raises(TypeError, match=r"as fs\.optim\.adamw\(1e-3\) or optax's are; got AdamW"):
+        fs.step(loss, torch.optim.AdamW)
+    with pytest.raises(TypeError, match=r"learning_rate must be a number, .* got '0\.1'"):
+        fs.optim.adamw("0.1")
+    masked = fs.step(loss, fs.optim.adamw(0.1, mask={"out": True}), layers="blocks/*")
+    with pytest.raises(ValueError, match=r"a mask, or a tree of labels, does not fit the parameters: .*blocks"):
+        masked(masked.init(PARAMS), torch.ones(3, 2))
+
+
+def test_checkpoint_of_no_layers():
+    with pytest.raises(ValueError, match=r"no layers to run again; name them: fs\.step\(\.\.\., layers='blocks/\*'\)"):
+        fs.checkpoint(step(layers=()))
+
+
+@pytest.mark.parametrize(("made", "run"), [("blocks/*", ()), ((), "blocks/*"), ("blocks/*", "blocks")])
+def test_a_state_of_other_layers(made, run):
+    with pytest.raises(ValueError, match=r"this state was cut into root.*, not by this step's layers="):
+        step(layers=run)(step(layers=made).init(PARAMS), torch.ones(3, 2))
+
+
+def test_buffers_that_do_not_come_back():
+    s = step(lambda params, batch, key, buffers: (loss(params, batch, key), {"seen": buffers["seen"] + 1}))
+    with pytest.raises(TypeError, match=r"must return \(loss, \{name: fs.Loss\}, buffers\) .* got a pair"):
+        s(s.init(PARAMS, buffers={"seen": torch.zeros(())}), torch.ones(3, 2))
+
+
+def test_a_step_tells_what_it_is():
+    s = fs.zero_shard(step(), fs.mesh(data=1))
+    assert str(s) == "Step(loss=loss, layers='blocks/*', params flat shards over 'data' (1), over data=1)"
+
+
+@pytest.mark.parametrize("kind", ["values", "leaves"])
+def test_parameters_that_differ_over_ranks(kind):
+    def init():
+        rank, mesh = torch.distributed.get_rank(), fs.mesh(data=-1)
+        params = {**PARAMS, "out": torch.ones(2) + rank} if kind == "values" else {**PARAMS, f"x{rank}": torch.ones(())}
+        return fs.data_parallel(step(), mesh).init(params)
+
+    messages = {"values": r"leaf 'out' has different values on the ranks of axis 'data'", "leaves": "params of different leaves"}
+    with pytest.raises(RankError, match=messages[kind]):
+        ranks(2)(init)

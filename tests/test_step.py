@@ -103,7 +103,7 @@ REFUSED = {
     another_extra: (ValueError, "another stack: its extra has \\[\\], this step's transforms need \\['loss_scale'\\]"),
     not_a_state: (TypeError, "a step takes a State first, got a dict"),
     not_callable: (TypeError, "loss must be a function .* got a Tensor"),
-    not_an_optimizer: (TypeError, "optimizer must have init and update"),
+    not_an_optimizer: (TypeError, "optimizer must be a pair of functions"),
     twice_over_one_axis: (ValueError, "axis 'data' is used by two transforms"),
     no_rows: (ValueError, "batch leaf 'n' is a int"),
     nothing: (ValueError, "the batch has no leaves"),

@@ -197,7 +197,7 @@ def spread(values: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None)
         return (_spread if callable(values) else _spread.__wrapped__)(values, tree_structure(tree), is_leaf)
     out: list = []
     made = values(tree) if callable(values) else values
-    tree_map(lambda v, sub: out.extend([v] * len(tree_leaves(sub))), made, tree, is_leaf=is_leaf)
+    fitted(lambda v, sub: out.extend([v] * len(tree_leaves(sub))), made, tree, is_leaf)
     return tuple(out)
 
 
@@ -206,8 +206,19 @@ def _spread(values: Any, structure: Any, is_leaf: Callable[[Any], bool] | None) 
     groups: Any = tree_unflatten(structure, [UNKNOWN] * structure.num_leaves)
     whole = abstract(groups)
     made = values(whole) if callable(values) else values
-    found = by_group(groups, tree_map(lambda v, sub: tree_map(lambda _: v, sub), made, whole, is_leaf=is_leaf))
+    found = by_group(groups, fitted(lambda v, sub: tree_map(lambda _: v, sub), made, whole, is_leaf))
     return tuple(v for name in groups.names for v in found[name])
+
+
+def fitted(f: Callable[[Any, Any], Any], values: Any, tree: Any, is_leaf: Callable[[Any], bool] | None) -> Any:
+    """f(value, subtree) for a tree of values that is a prefix of a tree; ValueError if it is none."""
+    try:
+        return tree_map(f, values, tree, is_leaf=is_leaf)
+    except ValueError as error:
+        raise ValueError(
+            f"a mask, or a tree of labels, does not fit the parameters: {str(error).split('; dict:')[0]}; give it their structure, "
+            "a prefix of it, or a function that makes it from them"
+        ) from error
 
 
 def as_function(values: Any) -> Callable[[Any], Any]:

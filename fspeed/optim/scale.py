@@ -73,6 +73,8 @@ def scale_by_learning_rate(learning_rate: NumberOrSchedule | None = None, *, fli
     """
     if learning_rate is None:
         return identity()
+    if not (callable(learning_rate) or isinstance(learning_rate, (int, float, Tensor))):
+        raise TypeError(f"learning_rate must be a number, a 0-d tensor or a schedule, got {learning_rate!r}")
     sign = -1 if flip_sign else 1
     return scale_by_schedule(lambda count: sign * learning_rate(count)) if callable(learning_rate) else scale(sign * learning_rate)
 
