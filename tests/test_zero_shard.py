@@ -9,6 +9,7 @@ import fspeed as fs
 from fspeed import optim, random
 from fspeed.shard.pytree import tree_leaves, tree_map
 from fspeed.testing import assert_close, mesh, ranks
+from fspeed.testing.pool import Pool, RankError
 from fspeed.testing.stacks import stacked
 
 T = torch.tensor
@@ -170,3 +171,21 @@ def test_every_stage_stores_alike():
         return all(all(tree_leaves(same(states[0].params, s.params))) for s in states), int(states[-1].step)
 
     assert ranks(2)(run) == [(True, 3)] * 2
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_layer_that_one_rank_leaves_out(stage):
+    def run():
+        block = fs.layer(lambda p, x: x + torch.tanh(x @ p["w"]))
+
+        def loss(params, batch, key):
+            for i, p in enumerate(params["blocks"]):
+                batch = batch if i == dist.get_rank() == 1 else block(p, batch)
+            return fs.mean(batch**2)
+
+        step = fs.zero_shard(fs.step(loss, fs.optim.sgd(0.1), layers="blocks/*"), fs.mesh(data=-1), stage=stage)
+        state = step.init({"blocks": [{"w": torch.eye(8)} for _ in range(3)]})
+        step(step(state, torch.ones(4, 8))[0], torch.ones(4, 8))
+
+    with Pool(2, timeout=2) as pool, pytest.raises(RankError, match="CollectiveError: .* over axis 'data' failed on its rank . of 2"):
+        pool(run, timeout=30)
