@@ -187,5 +187,5 @@ def test_a_layer_that_one_rank_leaves_out(stage):
         state = step.init({"blocks": [{"w": torch.eye(8)} for _ in range(3)]})
         step(step(state, torch.ones(4, 8))[0], torch.ones(4, 8))
 
-    with Pool(2, timeout=2) as pool, pytest.raises(RankError, match="CollectiveError: .* over axis 'data' failed on its rank . of 2"):
+    with Pool(2, timeout=2) as pool, pytest.raises(RankError, match=r"CollectiveError: .* over axis 'data' failed on its rank"):
         pool(run, timeout=30)
