@@ -1,0 +1,1 @@
+"""A step as one graph: traced, with what is free computed again, collectives early, counters apart; and compiled."""
