@@ -56,7 +56,7 @@ class Opened:
     reduce: torch.dtype | None = None                       # what gradients are summed in; None: at least float32
     views: tuple[View, ...] = ()                            # the outermost transform's first
     around: Callable = lambda fn, at: fn                    # (fn, at) -> fn
-    seed: Any = None                                        # the cotangent that backward starts from; None: one
+    seed: Any = 1.0                                         # the cotangent that backward starts from: a number, or 0-d
     random: bool = True                                     # whether the loss gets a key
     weights: dict[str, Tensor] | None = None                # of each term of the loss, in the whole batch
     prepare: Callable = lambda batch: batch                 # what the loss sees of a batch's data
@@ -68,7 +68,7 @@ class Opened:
         return replace(self, around=lambda fn, at: self.around(wrap(fn, at), at))
 
     def scaled(self, factor: Any) -> "Opened":
-        return replace(self, seed=factor if self.seed is None else self.seed * factor)
+        return replace(self, seed=self.seed * factor)
 
     def key(self, state: Any, rows: Tensor) -> Key | None:
         return Key(fold_in(state.key, state.step), rows) if self.random else None

@@ -113,6 +113,7 @@ class Groups:
 
     `groups[name]` is one group; `whole(groups)` is the plain tree, gathered. A pytree node whose children are the groups.
     """
+    written_over = False        # whether a step that they were donated to wrote over their memory
 
     def __init__(self, stored: tuple, names: tuple[str, ...], skeleton: Skeleton, axes: tuple[Axis, ...], placed: tuple[str, ...]):
         self.stored, self.names, self.skeleton, self.axes, self.placed = stored, names, skeleton, axes, placed
