@@ -20,7 +20,7 @@ from fspeed.loss import BUFFERS, ROWS, new_buffers
 from fspeed.opened import At, Opened, View, through
 from fspeed.shard.collectives import all_gather, psum
 from fspeed.shard.mesh import Axis
-from fspeed.shard.piece import only_live, replace_live
+from fspeed.shard.piece import only_live, parted
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
 from fspeed.tree import NONE, ROOT, Groups, Place, chooser, cut, whole
 
@@ -205,14 +205,16 @@ class Step:
 
     def apply(self, grads: Any, state: State) -> tuple[State, dict[str, Tensor]]:
         """The optimizer's update, in one pass where the optimizer has one; what is differentiated goes its plain way."""
-        params = only_live(state.params)
+        parts = parted(state.params)
+        params = parts.form(parts.leaves)
         one_pass = getattr(self.optimizer, "apply", None)
         if one_pass is None or in_torch_func():
             updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
             params = tree_map(lambda p, u: (p + u).to(p.dtype), params, updates)
         else:
             params, opt_state = one_pass(grads, self.own(state.opt_state), self.own(params))
-        return state._replace(params=replace_live(state.params, tree_leaves(params)), opt_state=opt_state), {}
+        params = parts.whole(tree_leaves(params)) if parts.others else params
+        return state._replace(params=params, opt_state=opt_state), {}
 
     # ------------------------------------------------------------ what comes in
     def numbered(self, batch: Any) -> tuple[Batch, int | None]:

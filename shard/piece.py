@@ -1,4 +1,5 @@
 """What a rank keeps of a value: a flat shard of a group of leaves, a slice of one leaf, or a group that other ranks have."""
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -69,9 +70,10 @@ GONE = ()       # in gradients and moments, in the place of a frozen leaf: no le
 LIVE, KEPT, SEEN = VIEWS
 register(Frozen, ("value",), views=())
 register(Tied, (), ("at",), views=(LIVE, KEPT))
-optree.register_pytree_node(Frozen, lambda x: ((), None), lambda _, none: GONE, namespace=LIVE)
-optree.register_pytree_node(Frozen, lambda x: ((), x), lambda x, none: x, namespace=KEPT)
-optree.register_pytree_node(Frozen, lambda x: ((x.value,), None), lambda _, one: one[0], namespace=SEEN)
+node: Any = optree.register_pytree_node
+node(Frozen, lambda x: ((), None), lambda _, none: GONE, namespace=LIVE)
+node(Frozen, lambda x: ((), x), lambda x, none: x, namespace=KEPT)
+node(Frozen, lambda x: ((x.value,), None), lambda _, one: one[0], namespace=SEEN)
 register(Absent, ())
 register(Piece, ("value",), ("axis", "holders", "layout"))
 
@@ -87,7 +89,7 @@ def live(tree: Any) -> list:
 
 def first_live(tree: Any) -> Any:
     """The first of the live leaves, looked for no further; None if there is none."""
-    return next(optree.tree_iter(tree, namespace=LIVE), None)
+    return next(iter(optree.tree_iter(tree, namespace=LIVE)), None)
 
 
 def replace_live(tree: Any, values: Iterable) -> Any:
@@ -102,6 +104,29 @@ def is_gone(x: Any) -> bool:
 def live_form(tree: Any) -> Callable[[Iterable], Any]:
     """A function from values of the live leaves to a tree like `tree`, with `()` for what is frozen; it holds no tensor."""
     return tree_structure(tree, namespace=LIVE).unflatten
+
+
+class Parted(NamedTuple):
+    """The live leaves of a tree, and what is made of other values of them."""
+    leaves: list[Any]
+    form: Callable[[Iterable], Any]         # a tree with `()` for what is frozen; it holds no tensor
+    whole: Callable[[Iterable], Any]        # a tree with what is frozen in its place
+    others: bool                            # whether anything is frozen
+
+
+def parted(tree: Any) -> Parted:
+    """`live`, `live_form` and `replace_live` of a tree at once: if nothing is frozen, for one look at it."""
+    leaves, spec = tree_flatten(tree, namespace=LIVE)
+    others = _has_frozen(spec)
+    whole = tree_structure(tree, namespace=KEPT) if others else spec
+    return Parted(leaves, spec.unflatten, whole.unflatten, others)
+
+
+@functools.lru_cache(maxsize=256)
+def _has_frozen(spec: Any) -> bool:
+    seen = []
+    spec.walk([None] * spec.num_leaves, lambda kind, data, children: seen.append(kind))
+    return Frozen in seen
 
 
 def only_live(tree: Any) -> Any:

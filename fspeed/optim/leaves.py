@@ -151,7 +151,7 @@ def pieces(value: Any, tree: Any, *others: Any) -> Iterator[tuple[Any, tuple[Ten
         tree, others: trees that are stored alike.
     """
     leaves, spec = tree_flatten(tree)
-    for found, xs in zip(_stretches(spec, value), zip(leaves, *map(tree_leaves, others), strict=True), strict=True):
+    for found, xs in zip(_stretches(spec, value), zip(leaves, *map(spec.flatten_up_to, others), strict=True), strict=True):
         for start, stop, v in found:
             yield v, _sliced(xs, start, stop)
 
