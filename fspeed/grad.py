@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fspeed.shard.piece import live, live_form, replace_live
+from fspeed.shard.piece import live, parted, replace_live
 from fspeed.shard.pytree import tree_leaves, tree_map
 
 
@@ -61,14 +61,15 @@ def vjp(f: Callable[[Any], tuple[Any, Any]], tree: Any, *closed: Any) -> tuple[A
     >>> pull(torch.tensor(1.))
     {'x': tensor(6.)}
     """
-    return (_vjp_watched if watched(tree, closed) else _vjp_plain)(f, tree)
+    parts = parted(tree)
+    seen = (tree if parts.others else parts.leaves, closed)
+    return (_vjp_watched if watched(seen) else _vjp_plain)(f, parts)
 
 
 def _vjp_plain(f, tree):
-    xs = [x.detach().requires_grad_() for x in live(tree)]
-    form = live_form(tree)
+    xs, form = [x.detach().requires_grad_() for x in tree.leaves], tree.form
     with torch.enable_grad():
-        out, aux = f(replace_live(tree, xs))
+        out, aux = f(tree.whole(xs))
     outs = live(out)
 
     def pull(cotangents):
@@ -86,13 +87,12 @@ def _vjp_watched(f, tree):
     box = {}
 
     def flat(*xs):
-        box["out"], box["aux"] = f(replace_live(tree, xs))
+        box["out"], box["aux"] = f(tree.whole(xs))
         return tuple(live(box["out"])), tuple(x for x in tree_leaves(box["aux"]) if isinstance(x, Tensor))
 
-    form = live_form(tree)
-    outs, pull, aux = torch.func.vjp(flat, *live(tree), has_aux=True)
+    outs, pull, aux = torch.func.vjp(flat, *tree.leaves, has_aux=True)
     new = iter(aux)
-    back = lambda cotangents: form(pull(tuple(live(cotangents))))
+    back = lambda cotangents: tree.form(pull(tuple(live(cotangents))))
     return replace_live(box["out"], outs), back, tree_map(lambda x: next(new) if isinstance(x, Tensor) else x, box["aux"])
 
 

@@ -37,13 +37,11 @@ class At:
 class Opening:
     """A layer on stored parameters: fn(view(stored), *args)."""
 
-    def __init__(self, fn: Callable, names: Any, views: tuple[View, ...]):
-        self.fn, self.names, self.views = fn, names, views
+    def __init__(self, fn: Callable, names: Any, see: Callable[[str, Any], Any]):
+        self.fn, self.names, self.see = fn, names, see
 
     def view(self, stored: Any) -> Any:
-        if not isinstance(self.names, tuple):
-            return see(self.views, self.names, stored)
-        return tuple(see(self.views, n, g) for n, g in zip(self.names, stored, strict=True))
+        return tuple(map(self.see, self.names, stored)) if isinstance(self.names, tuple) else self.see(self.names, stored)
 
     def __call__(self, stored: Any, *args: Any, **kwargs: Any) -> Any:
         return self.fn(self.view(stored), *args, **kwargs)
@@ -56,7 +54,7 @@ class Opened:
     reduce: torch.dtype | None = None                       # what gradients are summed in; None: at least float32
     views: tuple[View, ...] = ()                            # the outermost transform's first
     around: Callable = lambda fn, at: fn                    # (fn, at) -> fn
-    seed: Any = None                                        # the cotangent that backward starts from; None: one
+    seed: Any = 1.0                                         # the cotangent that backward starts from: a number, or 0-d
     random: bool = True                                     # whether the loss gets a key
     weights: dict[str, Tensor] | None = None                # of each term of the loss, in the whole batch
     prepare: Callable = lambda batch: batch                 # what the loss sees of a batch's data
@@ -68,18 +66,24 @@ class Opened:
         return replace(self, around=lambda fn, at: self.around(wrap(fn, at), at))
 
     def scaled(self, factor: Any) -> "Opened":
-        return replace(self, seed=factor if self.seed is None else self.seed * factor)
+        return replace(self, seed=self.seed * factor)
 
     def key(self, state: Any, rows: Tensor) -> Key | None:
         return Key(fold_in(state.key, state.step), rows) if self.random else None
 
+    def see(self, state: Any) -> Callable[[str, Any], Any]:
+        """From a stored group, with its name, to what the loss sees of it."""
+        plain = state.params.skeleton.plain
+        return lambda name, stored: stored if not self.views and name in plain else see(self.views, name, stored)
+
     def opener(self, state: Any, key: Key | None) -> Callable:
         index = {n: i for i, n in enumerate(n for n in state.params.names if n != ROOT)}
+        see = self.see(state)
 
         def open(fn: Callable, names: Any) -> Callable:
             i = index[names[0] if isinstance(names, tuple) else names]
             own = None if key is None else functools.partial(fold_in, key.data, -1 - i)
-            return self.around(Opening(fn, names, self.views), At(names, i, len(index), state.step, own))
+            return self.around(Opening(fn, names, see), At(names, i, len(index), state.step, own))
 
         return open
 
@@ -87,7 +91,7 @@ class Opened:
         """The metrics of a batch: {"loss": Loss, ...}."""
         key = self.key(state, batch.rows)
         open = self.opener(state, key)
-        usable = {n: see(self.views, n, g) if n == ROOT else Handle(n, g, open) for n, g in state.params.items()}
+        usable = {n: self.see(state)(n, g) if n == ROOT else Handle(n, g, open) for n, g in state.params.items()}
         params = join(state.params.skeleton, usable)
         buffers = () if is_gone(state.buffers) else (state.buffers,)
         return as_metrics(self.loss(params, self.prepare(batch.data), key, *buffers), batch.rows, state.buffers, self.weights)

@@ -17,7 +17,6 @@ from fspeed.record import PLAIN, Record, difference, digest, parameters, paths, 
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_unflatten
 from fspeed.step import State
 from fspeed.together import on_rank_0, rank, together, world_size
-from fspeed.transforms.donate import MARK
 
 FORMAT = 1
 INDEX = "checkpoint.json"               # of the whole checkpoint: the last file to be written
@@ -132,7 +131,7 @@ def described(state: State) -> tuple[Record, dict[str, Tensor]]:
     """This rank's document and, by their keys, its tensors."""
     check_state("save", state)
     leaves: list[Any] = tree_leaves(cast(Any, state))
-    if any(hasattr(x, MARK) for x in leaves):
+    if getattr(state.params, "written_over", False):
         raise RuntimeError("save: this state was donated to a step, which wrote over it; save the state that the step returned")
     form = form_of(state)
     rows = []

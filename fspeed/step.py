@@ -20,8 +20,8 @@ from fspeed.loss import BUFFERS, ROWS, new_buffers
 from fspeed.opened import At, Opened, View, through
 from fspeed.shard.collectives import all_gather, psum
 from fspeed.shard.mesh import Axis
-from fspeed.shard.piece import only_live, replace_live
-from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_paths
+from fspeed.shard.piece import only_live, parted
+from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
 from fspeed.tree import NONE, ROOT, Groups, Place, chooser, cut, whole
 
 Metrics = dict[str, Any]                                                    # name: Loss
@@ -79,7 +79,7 @@ def value_and_grad(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, A
         return metrics["loss"].total, metrics
 
     out, pull, metrics = vjp(total, state.params, [x for _, x in closed_over(loss.loss)], batch.data)
-    return metrics, pull(torch.ones_like(out) if loss.seed is None else loss.seed.to(out.dtype))
+    return metrics, pull((torch.ones_like(out) * loss.seed).to(out.dtype))
 
 
 def value_only(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, None]:
@@ -170,10 +170,7 @@ class Step:
         """The whole batch's metrics, as `Loss`es, and mean gradients in the form and the place of the stored parameters."""
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a step needs gradients, which torch.inference_mode() forbids; only `evaluate` runs inside it")
-        metrics, grads = self._run(Opened(self.loss, self.reduce), self.base, state, batch)
-        weight = metrics["loss"].weight
-        weight = torch.where(weight == 0, torch.inf, weight)
-        return metrics, tree_map(lambda g: g / weight.to(g.dtype), grads)
+        return self._run(Opened(self.loss, self.reduce), self.base, state, batch)
 
     def evaluate(self, state: State, batch: Any) -> dict[str, Tensor]:
         """The metrics of a batch, without gradients and with `key=None` for the loss: nothing random.
@@ -195,43 +192,55 @@ class Step:
 
     def _run(self, loss: Opened, base: Grads, state: State, batch: Any) -> tuple[Metrics, Any]:
         self.check(state)
-        batch = self.numbered(batch)
+        batch, total = self.numbered(batch)
+        seed = 1.0 if total is None or self.weights is not None else power_of_two_over(total)
+        loss = replace(loss, seed=seed)
         if self.weights is not None:
             rows = torch.tensor(len(batch.rows), dtype=torch.float64, device=batch.rows.device)
             parts = {name: torch.as_tensor(weight, device=rows.device) for name, weight in self.weights(batch.data).items()}
             loss = replace(loss, weights=summed({**parts, ROWS: rows}, self.axes))
         metrics, grads = self.grads(base)(loss, state, batch)
-        return summed(metrics, self.axes), grads
+        metrics = summed(metrics, self.axes)
+        return metrics, divided(grads, metrics["loss"].weight * seed)
 
     def apply(self, grads: Any, state: State) -> tuple[State, dict[str, Tensor]]:
-        """The optimizer's update, in one pass where the optimizer has one and nobody differentiates through it."""
-        params = only_live(state.params)
+        """The optimizer's update, in one pass where the optimizer has one; what is differentiated goes its plain way."""
+        parts = parted(state.params)
+        params = parts.form(parts.leaves)
         one_pass = getattr(self.optimizer, "apply", None)
-        if one_pass is None or watched(grads, state):
+        if one_pass is None or in_torch_func():
             updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
             params = tree_map(lambda p, u: (p + u).to(p.dtype), params, updates)
         else:
             params, opt_state = one_pass(grads, self.own(state.opt_state), self.own(params))
-        return state._replace(params=replace_live(state.params, tree_leaves(params)), opt_state=opt_state), {}
+        params = parts.whole(tree_leaves(params)) if parts.others else params
+        return state._replace(params=params, opt_state=opt_state), {}
 
     # ------------------------------------------------------------ what comes in
-    def numbered(self, batch: Any) -> Batch:
-        """The batch with its rows numbered, in the order of the mesh; one small all-gather an axis that splits it."""
-        if isinstance(batch, Batch):
-            rows_of(batch)
-            return batch
+    def numbered(self, batch: Any) -> tuple[Batch, int | None]:
+        """The batch with its rows numbered, in the order of the mesh, and the number of all rows, where no device is asked for it.
+
+        Cost: one small all-gather an axis that splits the batch.
+        """
         n, device = rows_of(batch)
+        axes = [a for a in self.axes if a.splits_batch and a.size > 1]
+        if isinstance(batch, Batch):
+            return batch, None if axes else n
+        if not axes:
+            return Batch(batch, torch.arange(n, device=device)), n
         start = torch.zeros((), dtype=torch.int64, device=device)
         count = torch.full((1,), n, dtype=torch.int64, device=device)
-        for axis in reversed([a for a in self.axes if a.splits_batch and a.size > 1]):
+        for axis in reversed(axes):
             counts = all_gather(count, axis)
             start, count = start + counts[: axis.rank].sum(), counts.sum(0, keepdim=True)
-        return Batch(batch, start + torch.arange(n, device=device))
+        return Batch(batch, start + torch.arange(n, device=device)), int(count) if on_host(count) else None
 
     def check(self, state: Any) -> None:
         """Raise, before anything is sent, if a state is not this step's."""
         if not isinstance(state, State) or not isinstance(state.params, Groups):
             raise TypeError(f"a step takes a State first, got a {type(state).__name__}; step.init(params) makes one")
+        if state.params.written_over:
+            raise RuntimeError("this state was donated to a step, which wrote over it; use the state that the step returned")
         here, there = tuple(label for label, _ in self.place), state.params.placed
         if here != there:
             raise ValueError(
@@ -314,10 +323,10 @@ def rows_of(batch: Any) -> tuple[int, torch.device]:
 
 def summed(metrics: Metrics, axes: tuple[Axis, ...]) -> Metrics:
     """Metrics summed over mesh axes: one message an axis, in float64."""
-    leaves, spec = tree_flatten(metrics)
     ranks = math.prod(a.size for a in axes)
     if ranks == 1:
         return metrics
+    leaves, spec = tree_flatten(metrics)
     flat = torch.cat([x.to(torch.float64).reshape(-1) for x in leaves])
     form = zlib.crc32(repr([tuple(x.shape) for x in leaves] + tree_paths(metrics)).encode()) % 2**20
     mine = torch.tensor([form, form**2], dtype=torch.float64, device=flat.device)      # both means are one's own: all are equal
@@ -330,7 +339,7 @@ def summed(metrics: Metrics, axes: tuple[Axis, ...]) -> Metrics:
 
 def alike(same: Tensor, flat: Tensor, metrics: Metrics) -> Tensor:
     """Sums of metrics, where every rank has the same metrics; else an error, or NaN where asking would make the host wait."""
-    if in_torch_func() or in_trace() or same.device.type != "cpu":
+    if not on_host(same):
         return torch.where(same.all(), flat, torch.nan)
     if not same.all():
         raise ValueError(
@@ -338,6 +347,27 @@ def alike(same: Tensor, flat: Tensor, metrics: Metrics) -> Tensor:
             "buffers, whatever its rows: fs.Loss(torch.zeros(()), 0) counts for nothing"
         )
     return flat
+
+
+def on_host(x: Tensor) -> bool:
+    """Whether Python can look at a tensor without waiting for a device, and without losing a derivative or a place in a graph."""
+    return x.device.type == "cpu" and not (in_torch_func() or in_trace() or x.requires_grad)
+
+
+def power_of_two_over(total: int) -> float:
+    """About one over a number of rows: what backward starts from. Being a power of two, it changes no bit of what it scales."""
+    return 2.0 ** -max(total - 1, 0).bit_length()
+
+
+def divided(grads: Any, by: Tensor) -> Any:
+    """Gradients over a number, zero over zero; themselves where that is one, as for a mean over two to some power of rows."""
+    if on_host(by) and by == 1:
+        return grads
+    by = torch.where(by == 0, torch.inf, by)
+    leaves, spec = tree_flatten(grads)
+    if in_torch_func() or in_trace() or not leaves:
+        return tree_unflatten(spec, [g / by.to(g.dtype) for g in leaves])
+    return tree_unflatten(spec, torch._foreach_div(leaves, by))
 
 
 def values(metrics: Metrics) -> dict[str, Tensor]:

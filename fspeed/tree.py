@@ -106,6 +106,7 @@ class Skeleton:
     slots: tuple[tuple[str, str | None], ...] = field(repr=False)
     specs: tuple[Any, ...] = field(repr=False)          # the structure of each group
     leaves: tuple[tuple[Leaf, ...], ...]                # the leaves of each group
+    plain: frozenset[str] = frozenset()                 # the groups that have neither frozen nor tied leaves
 
 
 class Groups:
@@ -113,6 +114,7 @@ class Groups:
 
     `groups[name]` is one group; `whole(groups)` is the plain tree, gathered. A pytree node whose children are the groups.
     """
+    written_over = False        # whether a step that they were donated to wrote over their memory
 
     def __init__(self, stored: tuple, names: tuple[str, ...], skeleton: Skeleton, axes: tuple[Axis, ...], placed: tuple[str, ...]):
         self.stored, self.names, self.skeleton, self.axes, self.placed = stored, names, skeleton, axes, placed
@@ -176,7 +178,7 @@ def cut(
             slots.append((ROOT, path))
     _refuse_ties({ROOT: root, **layers})
 
-    stored, specs, leaves, prints = [], [], [], {}
+    stored, specs, leaves, prints, plain = [], [], [], {}, set()
     shared = any(axis.size > 1 for axis in axes) and not in_torch_func() and not in_trace()
     groups = {**({ROOT: root} if root else {}), **{path: t for path, t in layers.items() if first[id(t)] == path}}
     for name, group in groups.items():
@@ -184,6 +186,8 @@ def cut(
         made, info = _made(group, prefix, trainable)
         specs.append(tree_flatten(group)[1])
         leaves.append(info)
+        if not any(isinstance(x, (Frozen, Tied)) for x in marked_leaves(made)):
+            plain.add(name)
         if shared:
             prints.update(fingerprints(made, info))
         for _, step in place:
@@ -197,7 +201,7 @@ def cut(
         )
     if shared:
         _refuse_others(prints, axes)
-    skeleton = Skeleton(spec, tuple(slots), tuple(specs), tuple(leaves))
+    skeleton = Skeleton(spec, tuple(slots), tuple(specs), tuple(leaves), frozenset(plain))
     return Groups(tuple(stored), tuple(groups), skeleton, axes, tuple(label for label, _ in place))
 
 
@@ -260,6 +264,11 @@ def _made(group: Group, prefix: str, trainable: Callable[[str], bool]) -> tuple[
     return tree_unflatten(spec, out), tuple(info)
 
 
+def marked_leaves(group: Group) -> list[Any]:
+    """The leaves of a group, with those that are `Frozen` or `Tied` as such."""
+    return tree_leaves(group, is_leaf=lambda x: isinstance(x, (Frozen, Tied)))
+
+
 def copied(x: Any) -> Any:
     """A state's own copy of what it is given."""
     return plain(x).clone() if isinstance(x, Tensor) else x
@@ -286,7 +295,7 @@ def _refuse_ties(groups: Mapping[str, Group]) -> None:
 
 def fingerprints(group: Group, leaves: tuple[Leaf, ...]) -> dict[str, Tensor]:
     """{path: fingerprint} of a group's leaves that have values of their own."""
-    nodes = tree_leaves(group, is_leaf=lambda x: isinstance(x, (Frozen, Tied)))
+    nodes = marked_leaves(group)
     values = {leaf.path: x.value if isinstance(x, Frozen) else x for leaf, x in zip(leaves, nodes, strict=True)}
     return {path: fingerprint(x) for path, x in values.items() if isinstance(x, Tensor) and x.device.type != "meta"}
 

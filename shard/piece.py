@@ -1,16 +1,18 @@
 """What a rank keeps of a value: a flat shard of a group of leaves, a slice of one leaf, or a group that other ranks have."""
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
 from .collectives import all_gather, reduce_scatter
 from .mesh import Axis
-from .pytree import register, tree_flatten, tree_leaves, tree_unflatten
+from .pytree import VIEWS, register, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 ALIGN = 16      # elements: shards start where 128-bit loads can
 
@@ -62,8 +64,16 @@ class Piece:
         return f"Piece({self.value!r}, axis={self.axis.name!r} {self.axis.rank}/{self.axis.size})"
 
 
-register(Frozen, ("value",))
-register(Tied, (), ("at",))
+GONE = ()       # in gradients and moments, in the place of a frozen leaf: no leaf to optree, torch and JAX alike, as None is not
+
+# A frozen leaf: no leaf, and gone from what is rebuilt; no leaf, and kept; or a leaf like all others, beside tied ones.
+LIVE, KEPT, SEEN = VIEWS
+register(Frozen, ("value",), views=())
+register(Tied, (), ("at",), views=(LIVE, KEPT))
+node: Any = optree.register_pytree_node
+node(Frozen, lambda x: ((), None), lambda _, none: GONE, namespace=LIVE)
+node(Frozen, lambda x: ((), x), lambda x, none: x, namespace=KEPT)
+node(Frozen, lambda x: ((x.value,), None), lambda _, one: one[0], namespace=SEEN)
 register(Absent, ())
 register(Piece, ("value",), ("axis", "holders", "layout"))
 
@@ -74,17 +84,17 @@ def is_frozen(x: Any) -> bool:
 
 def live(tree: Any) -> list:
     """The leaves of a tree that are differentiated: those outside `Frozen`."""
-    return [x for x in tree_leaves(tree, is_leaf=is_frozen) if not is_frozen(x)]
+    return tree_leaves(tree, namespace=LIVE)
+
+
+def first_live(tree: Any) -> Any:
+    """The first of the live leaves, looked for no further; None if there is none."""
+    return next(iter(optree.tree_iter(tree, namespace=LIVE)), None)
 
 
 def replace_live(tree: Any, values: Iterable) -> Any:
     """The tree with other live leaves; frozen ones stay."""
-    leaves, spec = tree_flatten(tree, is_leaf=is_frozen)
-    new = iter(values)
-    return tree_unflatten(spec, [x if is_frozen(x) else next(new) for x in leaves])
-
-
-GONE = ()       # in gradients and moments, in the place of a frozen leaf: no leaf to optree, torch and JAX alike, as None is not
+    return tree_unflatten(tree_structure(tree, namespace=KEPT), values)
 
 
 def is_gone(x: Any) -> bool:
@@ -93,28 +103,41 @@ def is_gone(x: Any) -> bool:
 
 def live_form(tree: Any) -> Callable[[Iterable], Any]:
     """A function from values of the live leaves to a tree like `tree`, with `()` for what is frozen; it holds no tensor."""
-    leaves, spec = tree_flatten(tree, is_leaf=is_frozen)
-    frozen = [is_frozen(x) for x in leaves]
+    return tree_structure(tree, namespace=LIVE).unflatten
 
-    def form(values: Iterable) -> Any:
-        new = iter(values)
-        return tree_unflatten(spec, [GONE if f else next(new) for f in frozen])
 
-    return form
+class Parted(NamedTuple):
+    """The live leaves of a tree, and what is made of other values of them."""
+    leaves: list[Any]
+    form: Callable[[Iterable], Any]         # a tree with `()` for what is frozen; it holds no tensor
+    whole: Callable[[Iterable], Any]        # a tree with what is frozen in its place
+    others: bool                            # whether anything is frozen
+
+
+def parted(tree: Any) -> Parted:
+    """`live`, `live_form` and `replace_live` of a tree at once: if nothing is frozen, for one look at it."""
+    leaves, spec = tree_flatten(tree, namespace=LIVE)
+    others = _has_frozen(spec)
+    whole = tree_structure(tree, namespace=KEPT) if others else spec
+    return Parted(leaves, spec.unflatten, whole.unflatten, others)
+
+
+@functools.lru_cache(maxsize=256)
+def _has_frozen(spec: Any) -> bool:
+    seen = []
+    spec.walk([None] * spec.num_leaves, lambda kind, data, children: seen.append(kind))
+    return Frozen in seen
 
 
 def only_live(tree: Any) -> Any:
     """The tree with `()` in place of what is frozen: the form of gradients and moments."""
-    return live_form(tree)(live(tree))
+    leaves, spec = tree_flatten(tree, namespace=LIVE)
+    return tree_unflatten(spec, leaves)
 
 
 def thaw(tree: Any) -> Any:
     """The tree as a loss sees it: without `Frozen` nodes, and with every `Tied` leaf in its place."""
-    marks = lambda x: isinstance(x, (Frozen, Tied))
-    nodes, spec = tree_flatten(tree, is_leaf=marks)
-    if not any(map(marks, nodes)):
-        return tree
-    leaves = [x.value if is_frozen(x) else x for x in nodes]
+    leaves, spec = tree_flatten(tree, namespace=SEEN)
     return tree_unflatten(spec, [leaves[x.at] if isinstance(x, Tied) else x for x in leaves])
 
 

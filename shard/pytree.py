@@ -8,6 +8,7 @@ import optree
 import torch.utils._pytree as torch_pytree
 
 NAMESPACE = "fspeed"
+VIEWS = ("fspeed.live", "fspeed.kept", "fspeed.seen")       # the same trees with other leaves; see `piece.Frozen`
 
 tree_map: Callable[..., Any] = functools.partial(optree.tree_map, namespace=NAMESPACE)
 tree_leaves: Callable[..., list] = functools.partial(optree.tree_leaves, namespace=NAMESPACE)
@@ -35,13 +36,14 @@ def tree_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[
     return ["/".join(map(str, path)) for path in paths]
 
 
-def register(cls: type, children: tuple[str, ...], static: tuple[str, ...] = ()) -> type:
+def register(cls: type, children: tuple[str, ...], static: tuple[str, ...] = (), views: tuple[str, ...] = VIEWS) -> type:
     """Make a class a pytree node for optree, torch and, once it is imported, JAX.
 
     Args:
         cls: a class whose constructor takes `children` and `static` by keyword.
         children: names of the attributes that are subtrees.
         static: names of the attributes that are part of the structure; they must compare by `==` and be hashable.
+        views: optree's namespaces, beside fspeed's own, in which it is the same node.
 
     Returns:
         cls.
@@ -61,9 +63,10 @@ def register(cls: type, children: tuple[str, ...], static: tuple[str, ...] = ())
             object.__setattr__(node, name, value)
         return node
 
-    optree.register_pytree_node(
-        cls, lambda n: (*flatten(n), children), unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE
-    )
+    for space in (NAMESPACE, *views):
+        optree.register_pytree_node(
+            cls, lambda n: (*flatten(n), children), unflatten, path_entry_type=optree.GetAttrEntry, namespace=space
+        )
     torch_pytree.register_pytree_node(
         cls, lambda n: (list(flatten(n)[0]), flatten(n)[1]), lambda values, aux: unflatten(aux, values),
         flatten_with_keys_fn=lambda n: (

@@ -44,7 +44,7 @@ def test_how_the_loss_scale_moves(name):
 
 
 def fp16(**scaling):
-    loss = lambda p, b, key: fs.mean((p["w"] * b).sum(-1))
+    loss = lambda p, b, key: fs.mean((2 * p["w"] * b).sum(-1))
     step = fs.step(loss, optim.adamw(optim.linear_schedule(0.1, 0.0, 100)))
     return fs.mixed_precision(step, torch.float16, loss_scaling=fs.LossScaling(**{"initial": 2.0, "hysteresis": 1, **scaling}))
 

@@ -1,5 +1,6 @@
 """Steps in one pass: torch's fused kernels on the leaves of a tree, or on the stretches of flat buffers that are treated alike."""
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from fspeed.optim.base import GradientTransformation
 from fspeed.optim.leaves import ByNumber, every, pieces, spread
 from fspeed.optim.updates import apply_updates
 
+DTYPE, DEVICE, WATCHED = attrgetter("dtype"), attrgetter("device"), attrgetter("requires_grad")
 Row = tuple[Tensor, ...]        # elements that lie alike in memory: of parameters, gradients and moments
 
 
@@ -38,19 +40,29 @@ def rows(mask: Callable[[Any], Any] | None, params: Any, grads: Any, *moments: A
         params, grads, moments: trees that are stored alike.
     """
     flags = ByNumber(tuple(every(params, True)) if mask is None else spread(mask, params))
-    found = []
-    for v, (p, g, *rest) in pieces(flags, params, grads, *moments):
-        if not takes(p, *rest) or torch.promote_types(p.dtype, g.dtype) != p.dtype:
+    found = list(pieces(flags, params, grads, *moments))
+    if not alike([x for _, row in found for x in row]):
+        if not all([takes(*row) for _, row in found]):
             return None
-        if p.numel():
-            found.append((v, (p, laid_like(g, p), *rest)))
-    return found
+        found = [(v, (p, laid_like(g, p), *rest)) for v, (p, g, *rest) in found]
+    return [(v, row) for v, row in found if row[0].numel()]
 
 
-def takes(p: Tensor, *moments: Tensor) -> bool:
-    """Whether a parameter and its moments are of one floating dtype and lie in memory alike, without gaps."""
-    alike = all(m.dtype == p.dtype and m.stride() == p.stride() and m.device == p.device for m in moments)
-    return alike and p.is_floating_point() and (p.is_contiguous() or torch.empty_like(p, device="meta").stride() == p.stride())
+def alike(xs: list[Tensor]) -> bool:
+    """Whether tensors are contiguous, of one floating dtype and on one device, and nobody watches: as in most trees, soon seen."""
+    one = len(set(map(DTYPE, xs))) == len(set(map(DEVICE, xs))) == 1 and xs[0].is_floating_point()
+    return one and all(map(torch.Tensor.is_contiguous, xs)) and not (torch.is_grad_enabled() and any(map(WATCHED, xs)))
+
+
+def takes(p: Tensor, g: Tensor, *moments: Tensor) -> bool:
+    """Whether a parameter and its moments are of one floating dtype and lie in memory alike, without gaps; and nobody watches."""
+    dtype, strides = p.dtype, p.stride()
+    if any([m.dtype != dtype or m.stride() != strides or m.device != p.device for m in moments]):
+        return False
+    if torch.is_grad_enabled() and any([x.requires_grad for x in (p, g, *moments)]):
+        return False
+    dense = p.is_contiguous() or torch.empty_like(p, device="meta").stride() == strides
+    return dense and p.is_floating_point() and (g.dtype == dtype or torch.promote_types(dtype, g.dtype) == dtype)
 
 
 def laid_like(g: Tensor, p: Tensor) -> Tensor:

@@ -150,8 +150,8 @@ def pieces(value: Any, tree: Any, *others: Any) -> Iterator[tuple[Any, tuple[Ten
         value: of a `Leaf`: `NUMBER`, `HOLDERS`, `ByNumber(values)`.
         tree, others: trees that are stored alike.
     """
-    stretches = _stretches(tree_structure(tree), value)
-    for found, xs in zip(stretches, zip(*map(tree_leaves, (tree, *others)), strict=True), strict=True):
+    leaves, spec = tree_flatten(tree)
+    for found, xs in zip(_stretches(spec, value), zip(leaves, *map(spec.flatten_up_to, others), strict=True), strict=True):
         for start, stop, v in found:
             yield v, _sliced(xs, start, stop)
 

@@ -1,14 +1,9 @@
 """Donation: the memory of the state that goes in becomes that of the state that comes out."""
+from dataclasses import replace
 from typing import Any
 
-import torch
-
-from fspeed.grad import watched
-from fspeed.opened import Opened
-from fspeed.shard.pytree import tree_leaves, tree_map
-from fspeed.step import Batch, Grads, State, Step, Update, outside
-
-MARK = "_fspeed_donated"
+from fspeed.shard.piece import first_live
+from fspeed.step import State, Step, Update
 
 
 def donate(step: Step) -> Step:
@@ -21,10 +16,11 @@ def donate(step: Step) -> Step:
         A step that holds one copy of parameters and moments at any time, if its optimizer updates in one pass.
 
     Raises:
-        RuntimeError: when called with a state that was donated before.
+        RuntimeError: when called with a state that was written over before.
 
     Cost: no copy of parameters and moments.
 
+    >>> import torch
     >>> from fspeed import optim
     >>> from fspeed.loss import mean
     >>> from fspeed.step import step
@@ -41,28 +37,14 @@ def donate(step: Step) -> Step:
 
         def run(grads: Any, state: State):
             new, metrics = inner(grads, state)
-            if watched(grads, state):
-                return new, metrics         # nothing was written over
-            fresh = new._replace(params=renamed(new.params), opt_state=renamed(new.opt_state))
-            for x in tree_leaves((state.params, state.opt_state)):
-                setattr(x, MARK, True)
-            return fresh, metrics
+            state.params.written_over = written_over(state, new)
+            return new, metrics
 
         return run
 
-    return outside(step, unused, update=update, own=lambda tree: tree)
+    return replace(step, update=update, own=lambda tree: tree)
 
 
-def unused(inner: Grads) -> Grads:
-    """A wrapper that refuses a state that was donated before."""
-    def run(loss: Opened, state: State, batch: Batch):
-        if any(hasattr(x, MARK) for x in tree_leaves((state.params, state.opt_state))):
-            raise RuntimeError("this state was donated to a step, which wrote over it; use the state that the step returned")
-        return inner(loss, state, batch)
-
-    return run
-
-
-def renamed(tree: Any) -> Any:
-    """The same memory under new tensor objects."""
-    return tree_map(torch.Tensor.detach, tree)
+def written_over(old: State, new: State) -> bool:
+    """Whether the parameters of a new state lie where an old state's did; a skipped step gives the old ones themselves."""
+    return new.params is not old.params and first_live(old.params) is first_live(new.params)
