@@ -11,6 +11,7 @@ from rich.table import Table
 
 NAMES = {
     "overhead": "one process, eager: against the same loop written by hand",
+    "jit": "one process, compiled: against torch.compile and the loop written by hand",
     "zero": "two ranks over gloo: against DDP, ZeroRedundancyOptimizer and FSDP2",
 }
 

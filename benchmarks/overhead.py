@@ -12,9 +12,10 @@ from benchmarks.measure import agree, interleaved, ratio
 from fspeed.testing.count import allocated_peak
 
 
-def by_hand(size: gpt.Size):
+def by_hand(size: gpt.Size, compiled=lambda model: model):
     model = gpt.module(size)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **gpt.ADAMW)
+    model = compiled(model)
 
     def step(i: int) -> torch.Tensor:
         loss = model(*gpt.batch(size, i))

@@ -21,6 +21,8 @@ from fspeed.transforms.checkpoint import checkpoint as checkpoint
 from fspeed.transforms.checkpoint import remat as remat
 from fspeed.transforms.data_parallel import data_parallel as data_parallel
 from fspeed.transforms.donate import donate as donate
+from fspeed.transforms.jit import compilations as compilations
+from fspeed.transforms.jit import jit as jit
 from fspeed.transforms.mixed_precision import LossScaling as LossScaling
 from fspeed.transforms.mixed_precision import mixed_precision as mixed_precision
 from fspeed.transforms.skip_nonfinite import skip_nonfinite as skip_nonfinite

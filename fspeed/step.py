@@ -4,6 +4,8 @@
 
 Both arrows are a wrapper and what it wraps. A transform wraps from outside or from inside, and nothing else.
 """
+from __future__ import annotations
+
 import functools
 import math
 import zlib
@@ -72,14 +74,19 @@ class Batch(NamedTuple):
     rows: Tensor
 
 
-def value_and_grad(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, Any]:
-    """The innermost gradient function: a loss's metrics, and the gradient of its total with respect to stored parameters."""
+def value_and_grad(
+    loss: Opened, state: State, batch: Batch, one: Callable[[Tensor], Tensor] = torch.ones_like
+) -> tuple[Metrics, Any]:
+    """The innermost gradient function: a loss's metrics, and the gradient of its total with respect to stored parameters.
+
+    Backward starts from one(total) times the seed.
+    """
     def total(params):
         metrics = loss(state._replace(params=params), batch)
         return metrics["loss"].total, metrics
 
     out, pull, metrics = vjp(total, state.params, [x for _, x in closed_over(loss.loss)], batch.data)
-    return metrics, pull((torch.ones_like(out) * loss.seed).to(out.dtype))
+    return metrics, pull((one(out) * loss.seed).to(out.dtype))
 
 
 def value_only(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, None]:
@@ -87,6 +94,22 @@ def value_only(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, None]
     closed = [x for _, x in closed_over(loss.loss)]
     with torch.set_grad_enabled(torch.is_grad_enabled() and watched(state, batch, closed)):
         return loss(state, batch), None
+
+
+class Calls(NamedTuple):
+    """What a step runs: train(state, batch) for a call, measure(state, batch) for `evaluate`."""
+    train: Callable[[State, Any], tuple[State, dict[str, Tensor]]]
+    measure: Callable[[State, Any], dict[str, Tensor]]
+
+
+def copied(tree: Any) -> Any:
+    """Memory of a step's own."""
+    return tree_map(torch.clone, tree)
+
+
+def given(tree: Any) -> Any:
+    """The memory of a donated state."""
+    return tree
 
 
 @dataclass(frozen=True)
@@ -105,6 +128,7 @@ class Step:
         grads, base: the wrapper of, and the innermost, gradient function.
         update: the wrapper of `apply`, which runs the optimizer.
         own: how a step comes to own the parameters and moments that it writes over: a copy, or, donated, as they are.
+        run: from its calls, and the step, to what is run in their place: compiled ones, under `jit`.
 
     >>> import fspeed as fs
     >>> step = fs.step(lambda params, batch, key: fs.mean((params["w"] - batch) ** 2), fs.optim.sgd(0.25))
@@ -126,7 +150,8 @@ class Step:
     grads: Callable[[Grads], Grads] = lambda base: base
     base: Grads = value_and_grad
     update: Callable[[Update], Update] = lambda apply: apply
-    own: Callable[[Any], Any] = lambda tree: tree_map(torch.clone, tree)
+    own: Callable[[Any], Any] = copied
+    run: Callable[[Calls, Any], Calls] = lambda calls, step: calls
 
     def __repr__(self) -> str:
         name = getattr(self.loss, "__name__", type(self.loss).__name__)
@@ -161,15 +186,31 @@ class Step:
 
     def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
         """One step: (state, batch) -> (state, metrics). The inputs are left as they were."""
-        metrics, grads = self.value_and_grad(state, batch)
+        refuse_inference()
+        self.check(state)
+        return self.calls.train(state, batch)
+
+    @functools.cached_property
+    def calls(self) -> Calls:
+        """What a call and what `evaluate` run once the state is checked; compiled under `fs.jit`."""
+        return self.run(Calls(self.train, self.measure), self)
+
+    def train(self, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
+        """A call without its checks."""
+        metrics, grads = self._run(Opened(self.loss, self.reduce), self.base, state, batch)
         buffers = new_buffers(state.buffers, metrics)
         new, more = self.update(self.apply)(grads, state)
         return new._replace(step=state.step + 1, buffers=buffers), {**values(metrics), **more}
 
+    def measure(self, state: State, batch: Any) -> dict[str, Tensor]:
+        """`evaluate` without its checks."""
+        metrics, _ = self._run(Opened(self.loss, self.reduce, random=False), value_only, state, batch)
+        return values({name: m for name, m in metrics.items() if name != BUFFERS})
+
     def value_and_grad(self, state: State, batch: Any) -> tuple[Metrics, Any]:
         """The whole batch's metrics, as `Loss`es, and mean gradients in the form and the place of the stored parameters."""
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError("a step needs gradients, which torch.inference_mode() forbids; only `evaluate` runs inside it")
+        refuse_inference()
+        self.check(state)
         return self._run(Opened(self.loss, self.reduce), self.base, state, batch)
 
     def evaluate(self, state: State, batch: Any) -> dict[str, Tensor]:
@@ -183,15 +224,14 @@ class Step:
 
         Cost: a forward pass; it gathers and sums over ranks what a step's forward does.
         """
-        metrics, _ = self._run(Opened(self.loss, self.reduce, random=False), value_only, state, batch)
-        return values({name: m for name, m in metrics.items() if name != BUFFERS})
+        self.check(state)
+        return self.calls.measure(state, batch)
 
     def params(self, state: State) -> Any:
         """The plain parameter tree, whole on every rank; call it on all of them."""
         return whole(state.params)
 
     def _run(self, loss: Opened, base: Grads, state: State, batch: Any) -> tuple[Metrics, Any]:
-        self.check(state)
         batch, total = self.numbered(batch)
         seed = 1.0 if total is None or self.weights is not None else power_of_two_over(total)
         loss = replace(loss, seed=seed)
@@ -298,6 +338,12 @@ def step(
             f"fs.step: optimizer must be a pair of functions, init and update, as fs.optim.adamw(1e-3) or optax's are; got {got}"
         )
     return Step(loss, optimizer, chooser(layers), chooser(trainable), weights)
+
+
+def refuse_inference() -> None:
+    """Raise in torch.inference_mode()."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("a step needs gradients, which torch.inference_mode() forbids; only `evaluate` runs inside it")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
+from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fspeed.grad import in_trace, watched
 from fspeed.graph.counters import once
 from fspeed.graph.remat import rematerialize
 from fspeed.graph.trace import traced
@@ -25,7 +27,21 @@ Backend = Callable[[fx.GraphModule, list], Callable[[list], Any]]
 
 def inductor(graph: fx.GraphModule, inputs: list) -> Callable[[list], Any]:
     """torch's compiler; what it made is kept on disk between runs."""
-    return compile_fx_inner(graph, inputs)
+    with torch._inductor.config.patch(_post_fusion_custom_pass=Reusable()):
+        return compile_fx_inner(graph, inputs)
+
+
+class Reusable(CustomSchedulerPass):
+    """Let a buffer be written over by its last reader, though what it was made from is written over later."""
+
+    def __call__(self, nodes: list) -> list:
+        for node in nodes:
+            for buffer in node.get_outputs():
+                buffer.users = [user for user in buffer.users if not user.is_weak]
+        return nodes
+
+    def uuid(self) -> str:
+        return "fspeed.reusable 1"
 
 
 def eager(graph: fx.GraphModule, inputs: list) -> Callable[[list], Any]:
@@ -37,7 +53,7 @@ BACKENDS: dict[str, Backend] = {"inductor": inductor, "eager": eager}
 
 
 def compiled(
-    fn: Callable, name: str, backend: Backend, log: list[str], limit: int, seeded: bool = False, into: bool = False
+    fn: Callable, name: str, backend: Backend, log: list[str], limit: int, seeded: bool = False, in_place: bool = False
 ) -> Callable:
     """fn, compiled for each structure and shapes of its arguments.
 
@@ -47,7 +63,7 @@ def compiled(
         backend: from a graph and fake inputs to a function of a list of tensors.
         log: gets a line for each compilation.
         limit: how many compilations there may be.
-        into: write the result over the leaves of the last argument, whose structure it has first.
+        in_place: write the result over the first argument, whose structure its first part has.
 
     Raises:
         RuntimeError: at the compilation after the limit.
@@ -55,6 +71,8 @@ def compiled(
     cache: dict = {}
 
     def call(*args):
+        if in_trace() or watched(*args):
+            return fn(*args)
         leaves, spec = tree_flatten(args)
         key = spec, tuple((x.shape, x.dtype, x.stride(), x.device) for x in leaves)
         found = cache.get(key)
@@ -65,15 +83,15 @@ def compiled(
                     "; pad batches to a few shapes, or raise limit="
                 )
             why = f"; {changed(cache, key, args)}" if cache else ""
-            found = cache[key] = made(fn, name, args, backend, log, why, seeded, into)
+            found = cache[key] = made(fn, name, args, backend, log, why, seeded, in_place)
         run, out = found
         with torch.no_grad():
-            return out(run(leaves), leaves)
+            return out(run([*leaves]), leaves)      # what runs may empty its list
 
     return call
 
 
-def made(fn, name, args, backend, log, why, seeded, into):
+def made(fn, name, args, backend, log, why, seeded, in_place):
     """The compiled function of a list of leaves, and how the result is made of what it returns."""
     begun = time.monotonic()
     if seeded:
@@ -87,10 +105,8 @@ def made(fn, name, args, backend, log, why, seeded, into):
         _recursive_joint_graph_passes(graph)
     if seeded:
         inputs = without_seed(graph, inputs, again=backend is not eager)
-    count = 0
-    if into:
-        count = len(tree_leaves(args[-1]))
-        write_over(graph, len(inputs) - count, count)
+    count = len(tree_leaves(args[0])) if in_place else 0
+    write_over(graph, count)
     output = next(n for n in graph.graph.nodes if n.op == "output")
     output.args = (tuple(output.args[0]),)
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
@@ -100,9 +116,7 @@ def made(fn, name, args, backend, log, why, seeded, into):
         run = backend(graph, inputs)
     log.append(f"{name}: {operations:,} operations, {time.monotonic() - begun:.1f} s{why}")
     print(f" {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
-    if into:
-        return run, lambda outs, leaves: tree_unflatten(spec, [*leaves[len(leaves) - count:], *outs])
-    return run, lambda outs, leaves: tree_unflatten(spec, outs)
+    return run, lambda outs, leaves: tree_unflatten(spec, [*leaves[:count], *outs])
 
 
 def without_seed(graph: fx.GraphModule, inputs: list, again: bool) -> list:
@@ -120,10 +134,10 @@ def without_seed(graph: fx.GraphModule, inputs: list, again: bool) -> list:
     return inputs[1:]
 
 
-def write_over(graph: fx.GraphModule, first: int, count: int) -> None:
-    """Copy the first results of a graph into `count` inputs from `first` on, and return the others."""
+def write_over(graph: fx.GraphModule, count: int) -> None:
+    """Copy the first `count` results of a graph into its first inputs, and return the others."""
     nodes = list(graph.graph.nodes)
-    old = [n for n in nodes if n.op == "placeholder"][first: first + count]
+    old = [n for n in nodes if n.op == "placeholder"][:count]
     new, rest = nodes[-1].args[0][:count], nodes[-1].args[0][count:]
     with graph.graph.inserting_before(nodes[-1]):
         for o, n in zip(old, new, strict=True):

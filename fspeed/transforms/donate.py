@@ -3,7 +3,7 @@ from dataclasses import replace
 from typing import Any
 
 from fspeed.shard.piece import first_live
-from fspeed.step import State, Step, Update
+from fspeed.step import State, Step, Update, given
 
 
 def donate(step: Step) -> Step:
@@ -42,7 +42,7 @@ def donate(step: Step) -> Step:
 
         return run
 
-    return replace(step, update=update, own=lambda tree: tree)
+    return replace(step, update=update, own=given)
 
 
 def written_over(old: State, new: State) -> bool:

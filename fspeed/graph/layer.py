@@ -1,0 +1,80 @@
+"""Layers, compiled one by one: forward and backward of each kind of layer, once, for all layers of its shapes."""
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+
+from fspeed.grad import in_torch_func, in_trace
+from fspeed.opened import Opening
+from fspeed.shard.pytree import tree_flatten, tree_unflatten
+
+
+def compiled_layer(backend: Callable, limit: int) -> Callable:
+    """A wrapper round every layer: what is inside all views is compiled, for each function, structure and shapes once.
+
+    Args:
+        backend: from a graph and fake inputs to a function of a list of tensors.
+        limit: how many compilations there may be of one layer function.
+    """
+    cache: dict = {}
+
+    def wrap(fn: Any, at: Any) -> Callable:
+        if not isinstance(fn, Opening):
+            return fn
+        return Opening(lambda *args, **kwargs: run(fn.fn, args, kwargs), fn.names, fn.see)
+
+    def run(fn: Callable, args: tuple, kwargs: dict) -> Any:
+        if in_torch_func() or in_trace():
+            return fn(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        others = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, Tensor))
+        grads = tuple(x.requires_grad for x in tensors) if torch.is_grad_enabled() else None
+        key = spec, others, tuple((x.shape, x.dtype, x.stride(), x.device) for x in tensors), grads
+        found = cache.setdefault(code(fn), {})
+        if key not in found:
+            if len(found) == limit:
+                raise RuntimeError(
+                    f"jit: layer {getattr(fn, '__name__', fn)} was compiled {limit} times, for arguments of other shapes each time; "
+                    "pad batches to a few shapes, or raise limit="
+                )
+            found[key] = made(fn, spec, len(leaves), others, backend)
+        call, box = found[key]
+        outs = call(*tensors)
+        return tree_unflatten(box["spec"], outs)
+
+    return wrap
+
+
+def code(fn: Callable) -> Any:
+    """What two functions share that differ only in where they were made."""
+    return fn
+
+
+def made(fn: Callable, spec: Any, count: int, others: tuple, backend: Callable) -> tuple[Callable, dict]:
+    box: dict = {}
+    fixed = dict(others)
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        rest = iter(tensors)
+        args, kwargs = tree_unflatten(spec, [fixed[i] if i in fixed else next(rest) for i in range(count)])
+        outs, box["spec"] = tree_flatten(fn(*args, **kwargs))
+        return outs
+
+    compiler = lambda graph, inputs: boxed(backend(graph, inputs))
+    return aot_function(
+        flat, compiler, compiler, min_cut_rematerialization_partition, decompositions=select_decomp_table()
+    ), box
+
+
+def boxed(run: Callable) -> Callable:
+    """A function of a list, as AOT wants to call it."""
+    def call(xs: list) -> Any:
+        return run(xs)
+
+    call._boxed_call = True     # type: ignore[attr-defined]
+    return call
