@@ -97,8 +97,9 @@ def value_only(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, None]
 
 
 class Calls(NamedTuple):
-    """What a step runs: train(state, batch) for a call, measure(state, batch) for `evaluate`."""
-    train: Callable[[State, Any], tuple[State, dict[str, Tensor]]]
+    """What a step runs: gradients(state, batch), then update(gradients, state); measure(state, batch) for `evaluate`."""
+    gradients: Callable[[State, Any], tuple[dict[str, Tensor], Any, Tensor, Any]]
+    update: Update
     measure: Callable[[State, Any], dict[str, Tensor]]
 
 
@@ -188,19 +189,20 @@ class Step:
         """One step: (state, batch) -> (state, metrics). The inputs are left as they were."""
         refuse_inference()
         self.check(state)
-        return self.calls.train(state, batch)
+        metrics, grads, count, buffers = self.calls.gradients(state, batch)
+        new, more = self.calls.update(grads, state)
+        return new._replace(step=count, buffers=buffers), {**metrics, **more}
 
     @functools.cached_property
     def calls(self) -> Calls:
         """What a call and what `evaluate` run once the state is checked; compiled under `fs.jit`."""
-        return self.run(Calls(self.train, self.measure), self)
+        return self.run(Calls(self.gradients, self.update(self.apply), self.measure), self)
 
-    def train(self, state: State, batch: Any) -> tuple[State, dict[str, Tensor]]:
-        """A call without its checks."""
+    def gradients(self, state: State, batch: Any) -> tuple[dict[str, Tensor], Any, Tensor, Any]:
+        """The first half of a call: metrics, gradients, the next count and the next buffers."""
         metrics, grads = self._run(Opened(self.loss, self.reduce), self.base, state, batch)
         buffers = new_buffers(state.buffers, metrics)
-        new, more = self.update(self.apply)(grads, state)
-        return new._replace(step=state.step + 1, buffers=buffers), {**values(metrics), **more}
+        return values(metrics), grads, state.step + 1, buffers
 
     def measure(self, state: State, batch: Any) -> dict[str, Tensor]:
         """`evaluate` without its checks."""

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
-from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -27,21 +26,7 @@ Backend = Callable[[fx.GraphModule, list], Callable[[list], Any]]
 
 def inductor(graph: fx.GraphModule, inputs: list) -> Callable[[list], Any]:
     """torch's compiler; what it made is kept on disk between runs."""
-    with torch._inductor.config.patch(_post_fusion_custom_pass=Reusable()):
-        return compile_fx_inner(graph, inputs)
-
-
-class Reusable(CustomSchedulerPass):
-    """Let a buffer be written over by its last reader, though what it was made from is written over later."""
-
-    def __call__(self, nodes: list) -> list:
-        for node in nodes:
-            for buffer in node.get_outputs():
-                buffer.users = [user for user in buffer.users if not user.is_weak]
-        return nodes
-
-    def uuid(self) -> str:
-        return "fspeed.reusable 1"
+    return compile_fx_inner(graph, inputs)
 
 
 def eager(graph: fx.GraphModule, inputs: list) -> Callable[[list], Any]:

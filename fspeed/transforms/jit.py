@@ -1,4 +1,4 @@
-"""Compiled steps: the whole of a step, collectives and optimizer included, as one graph."""
+"""Compiled steps: forward, backward and collectives as one graph, the update as another, or as the optimizer's own pass."""
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,11 +15,12 @@ from fspeed.transforms.donate import donate as donated
 def jit(
     step: Step, *, donate: bool = False, scope: str = "step", backend: str | Backend = "inductor", limit: int = 8
 ) -> Step:
-    """Same in and out as the step, compiled: forward, backward, collectives and update as one graph.
+    """Same in and out as the step, compiled: forward, backward and collectives as one graph, then the update.
 
     The graph is what the step does on fake tensors, transforms, custom backwards and collectives included; Python code is never
     read. It applies to the whole step wherever it stands in a stack. Under torch.func, and where the state or the batch is
-    differentiated, the step runs as it was.
+    differentiated, the step runs as it was. The update is a graph of its own, or, where the optimizer has a pass of its own
+    (`apply`), that: it reads and writes each byte once, and its time to compile does not grow with the number of leaves.
 
     Args:
         step: a step.
@@ -28,7 +29,7 @@ def jit(
             then compile time does not grow with depth.
         backend: "inductor"; "eager", the graph without a compiler; or a function (graph, fake inputs) -> (list of tensors ->
             list of tensors).
-        limit: how many compilations of the step, and of `evaluate`, there may be. Each is told on stderr with what changed, and is a line in
+        limit: how many compilations of each part there may be. Each is told on stderr with what changed, and is a line in
             `compilations(step)`.
 
     Returns:
@@ -66,22 +67,31 @@ class Compiled:
         self.compile = partial(compiled, backend=backend, log=self.log, limit=limit)
 
     def __call__(self, calls: Calls, step: Step) -> Calls:
-        in_place, seeded = step.own is given, step.base is value_and_grad
+        seeded = step.base is value_and_grad
 
-        def train(state: Any, batch: Any, seed: Any = None) -> Any:
+        def gradients(state: Any, batch: Any, seed: Any = None) -> Any:
             if seed is None:
-                return calls.train(state, batch)
+                return calls.gradients(state, batch)
             one = lambda total: torch.ops.fspeed.after(seed, total)
-            return replace(step, base=partial(value_and_grad, one=one)).train(state, batch)
+            return replace(step, base=partial(value_and_grad, one=one)).gradients(state, batch)
 
-        run = self.compile(train, "the step", seeded=seeded, in_place=in_place)
+        return Calls(
+            self.compile(gradients, "the gradients", seeded=seeded), self.update(calls.update, step),
+            self.compile(calls.measure, "evaluate"),
+        )
 
-        def marked(state: Any, batch: Any) -> Any:
-            new = run(state, batch)
-            state.params.written_over = new[0].params is not state.params
+    def update(self, update: Callable, step: Step) -> Callable:
+        """The update: as it is where the optimizer has one pass of its own, else compiled, and over the state if that is donated."""
+        if getattr(step.optimizer, "apply", None) is not None:
+            return update
+        swapped = self.compile(lambda state, grads: update(grads, state), "the update", in_place=step.own is given)
+
+        def run(grads: Any, state: Any) -> Any:
+            new = swapped(state, grads)
+            state.params.written_over = step.own is given
             return new
 
-        return Calls(marked if in_place else run, self.compile(calls.measure, "evaluate"))
+        return run
 
 
 def compilations(step: Step) -> list[str]:
