@@ -26,11 +26,13 @@ def run(quick: bool) -> tuple[list[dict], dict[str, float]]:
         peaks = {name: allocated_peak(lambda step=step: step(0)) for name, step in steps.items()}
         for peer in steps:
             rows.append({
-                "what": f"{name}, {peer}", "CPU ms": statistics.median(cpu[peer]) * 1e3, "over by hand": ratio(cpu, peer, "by hand"),
-                "over torch.compile": ratio(cpu, peer, "torch.compile"), "peak MB": peaks[peer] / 1e6,
+                "what": f"{name}, {peer}", "CPU ms": statistics.median(cpu[peer]) * 1e3,
+                "over by hand": ratio(cpu, peer, "by hand"), "over torch.compile": ratio(cpu, peer, "torch.compile"),
+                "peak MB": peaks[peer] / 1e6,
             })
         ratios |= {
-            f"{name}_vs_eager": ratio(cpu, "fspeed jit", "by hand"), f"{name}_vs_compile": ratio(cpu, "fspeed jit", "torch.compile"),
+            f"{name}_vs_eager": ratio(cpu, "fspeed jit", "by hand"),
+            f"{name}_vs_compile": ratio(cpu, "fspeed jit", "torch.compile"),
             f"{name}_peak": peaks["fspeed jit"] / peaks["torch.compile"],
         }
     ratios["gpt_time"] = ratios.pop("gpt_vs_compile")

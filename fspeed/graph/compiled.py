@@ -2,12 +2,12 @@
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._guards import TracingContext, tracing
-from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fspeed.grad import in_trace, watched
@@ -26,6 +26,8 @@ Backend = Callable[[fx.GraphModule, list], Callable[[list], Any]]
 
 def inductor(graph: fx.GraphModule, inputs: list) -> Callable[[list], Any]:
     """torch's compiler; what it made is kept on disk between runs."""
+    from torch._inductor.compile_fx import compile_fx_inner  # seconds to import
+
     return compile_fx_inner(graph, inputs)
 
 
@@ -64,8 +66,8 @@ def compiled(
         if found is None:
             if len(cache) == limit:
                 raise RuntimeError(
-                    f"jit: {name} was compiled {limit} times, for arguments of these shapes, and now come others: {changed(cache, key, args)}"
-                    "; pad batches to a few shapes, or raise limit="
+                    f"jit: {name} was compiled {limit} times, and now come others: {changed(cache, key, args)}; pad batches to a "
+                    "few shapes, or raise limit="
                 )
             why = f"; {changed(cache, key, args)}" if cache else ""
             found = cache[key] = made(fn, name, args, backend, log, why, seeded, in_place)
@@ -78,13 +80,16 @@ def compiled(
 
 def made(fn, name, args, backend, log, why, seeded, in_place):
     """The compiled function of a list of leaves, and how the result is made of what it returns."""
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes
+
     begun = time.monotonic()
     if seeded:
         graph, inputs, spec = traced(lambda seed, args: fn(*args, seed=seed), (torch.ones(()), args))
     else:
         graph, inputs, spec = traced(fn, args)
     operations = len(graph.graph.nodes)
-    print(f"jit: compiling {name}, {operations:,} operations{why} ...", end="", file=sys.stderr, flush=True)
+    tell = partial(print, end="", file=sys.stderr, flush=True) if backend is not eager else lambda text: None
+    tell(f"jit: compiling {name}, {operations:,} operations{why} ...")
     if backend is not eager:
         once(graph)
         _recursive_joint_graph_passes(graph)
@@ -100,7 +105,7 @@ def made(fn, name, args, backend, log, why, seeded, in_place):
     with torch.no_grad(), tracing(TracingContext(mode)):
         run = backend(graph, inputs)
     log.append(f"{name}: {operations:,} operations, {time.monotonic() - begun:.1f} s{why}")
-    print(f" {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
+    tell(f" {time.monotonic() - begun:.1f} s\n")
     return run, lambda outs, leaves: tree_unflatten(spec, [*leaves[:count], *outs])
 
 

@@ -20,7 +20,7 @@ def once(graph: fx.GraphModule) -> None:
         value = n.meta.get("val")
         if not isinstance(value, Tensor) or value.dim() or n.target is COPY:
             continue
-        if n.op == "placeholder" or n.all_input_nodes and counters.issuperset(n.all_input_nodes):
+        if n.op == "placeholder" or (n.all_input_nodes and counters.issuperset(n.all_input_nodes)):
             counters.add(n)
         if n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload):
             first = seen.setdefault((n.target, repr(n.args), repr(n.kwargs)), n)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 
 from fspeed.grad import in_torch_func, in_trace
 from fspeed.opened import Opening
@@ -35,11 +34,11 @@ def compiled_layer(backend: Callable, limit: int) -> Callable:
         others = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, Tensor))
         grads = tuple(x.requires_grad for x in tensors) if torch.is_grad_enabled() else None
         key = spec, others, tuple((x.shape, x.dtype, x.stride(), x.device) for x in tensors), grads
-        found = cache.setdefault(code(fn), {})
+        found = cache.setdefault(fn, {})
         if key not in found:
             if len(found) == limit:
                 raise RuntimeError(
-                    f"jit: layer {getattr(fn, '__name__', fn)} was compiled {limit} times, for arguments of other shapes each time; "
+                    f"jit: layer {getattr(fn, '__name__', fn)} was compiled {limit} times, for other shapes each time; "
                     "pad batches to a few shapes, or raise limit="
                 )
             found[key] = made(fn, spec, len(leaves), others, backend)
@@ -50,12 +49,9 @@ def compiled_layer(backend: Callable, limit: int) -> Callable:
     return wrap
 
 
-def code(fn: Callable) -> Any:
-    """What two functions share that differ only in where they were made."""
-    return fn
-
-
 def made(fn: Callable, spec: Any, count: int, others: tuple, backend: Callable) -> tuple[Callable, dict]:
+    from torch._inductor.decomposition import select_decomp_table  # seconds to import
+
     box: dict = {}
     fixed = dict(others)
 

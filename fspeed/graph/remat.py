@@ -6,8 +6,11 @@ from torch import Tensor, fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 aten = torch.ops.aten
-VIEWS = {getattr(aten, n).default for n in ("view", "permute", "t", "alias", "detach", "expand", "unsqueeze", "squeeze", "_unsafe_view")}
-VIEWS |= {aten.transpose.int, aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.full.default, aten.scalar_tensor.default}
+VIEWS = {
+    *(getattr(aten, name).default for name in ("view", "permute", "t", "alias", "detach", "expand", "unsqueeze", "squeeze")),
+    aten._unsafe_view.default, aten.transpose.int, aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.full.default,
+    aten.scalar_tensor.default,
+}
 
 
 def rematerialize(graph: fx.GraphModule, seed: fx.Node) -> None:
@@ -44,9 +47,9 @@ def rematerialize(graph: fx.GraphModule, seed: fx.Node) -> None:
                     n.replace_input_with(i, clone(i, n))
     behind = later | set(clones.values())
     for n in nodes:
-        if n.op == "call_function" and n not in behind and n.target not in VIEWS and isinstance(n.meta.get("val"), Tensor):
-            if not behind.isdisjoint(n.users):
-                n.meta = {**n.meta, "inductor_realize_to_strides": True}
+        own = n.op == "call_function" and n.target not in VIEWS and isinstance(n.meta.get("val"), Tensor)
+        if own and n not in behind and not behind.isdisjoint(n.users):
+            n.meta = {**n.meta, "inductor_realize_to_strides": True}
     graph.graph.eliminate_dead_code()
 
 

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch import fx
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -14,10 +13,11 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from fspeed.shard.pytree import tree_flatten, tree_unflatten
 
 BY_VALUE = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+SAYS = ("data-dependent", ".numpy() is not supported", "Cannot access data pointer", "'meta' tensors")
 HERE = __file__.rpartition("/fspeed/")[0] + "/fspeed/"
 
 
-def traced(fn: Callable, args: tuple) -> tuple[fx.GraphModule, list[Tensor], Any]:
+def traced(fn: Callable, args: tuple) -> tuple[fx.GraphModule, list[FakeTensor], Any]:
     """fn on the shapes of args as a graph, without values.
 
     Args:
@@ -34,6 +34,8 @@ def traced(fn: Callable, args: tuple) -> tuple[fx.GraphModule, list[Tensor], Any
     >>> [n.op for n in graph.graph.nodes], graph(torch.ones(2))
     (['placeholder', 'call_function', 'output'], [tensor([2., 2.])])
     """
+    from torch._inductor.decomposition import select_decomp_table  # seconds to import
+
     leaves, spec = tree_flatten(args)
     box = {}
 
@@ -74,10 +76,7 @@ class by_line:
 
 
 def looks_at_values(error: BaseException) -> bool:
-    text = str(error)
-    return isinstance(error, BY_VALUE) or "data-dependent" in text or "trying to convert a fake tensor to numpy" in text.lower() or (
-        ".numpy() is not supported" in text or "Cannot access data pointer" in text or "FakeTensor" in text and "tolist" in text
-    )
+    return isinstance(error, BY_VALUE) or any(says in str(error) for says in SAYS)
 
 
 def users_line(tb: Any) -> str:

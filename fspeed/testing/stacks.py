@@ -10,6 +10,7 @@ from fspeed.transforms.accumulate import accumulate
 from fspeed.transforms.checkpoint import checkpoint
 from fspeed.transforms.data_parallel import data_parallel
 from fspeed.transforms.donate import donate
+from fspeed.transforms.jit import jit
 from fspeed.transforms.mixed_precision import LossScaling, mixed_precision
 from fspeed.transforms.skip_nonfinite import skip_nonfinite
 from fspeed.transforms.zero_shard import zero_shard
@@ -41,7 +42,10 @@ PRECISIONS: dict[str, Transform] = {
 }
 """Transforms that compute in a short dtype: a stack with one equals the bare step with it."""
 
-TRANSFORMS = {**PLACEMENTS, **EXACT, **PRECISIONS}
+COMPILED: dict[str, Transform] = {"jit": lambda s, m: jit(s, backend="eager", limit=99)}
+"""Transforms that take a while; a stack has one where it is asked for: `always=["jit"]`."""
+
+TRANSFORMS = {**PLACEMENTS, **EXACT, **PRECISIONS, **COMPILED}
 
 
 def stacked(step: Step, names: Sequence[str], mesh: Mesh, more: dict[str, Transform] | None = None) -> Step:

@@ -81,7 +81,7 @@ class Compiled:
         )
 
     def update(self, update: Callable, step: Step) -> Callable:
-        """The update: as it is where the optimizer has one pass of its own, else compiled, and over the state if that is donated."""
+        """As it is, where the optimizer has one pass of its own; else compiled, and over the state if that is donated."""
         if getattr(step.optimizer, "apply", None) is not None:
             return update
         swapped = self.compile(lambda state, grads: update(grads, state), "the update", in_place=step.own is given)
