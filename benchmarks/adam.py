@@ -46,7 +46,7 @@ def functional(optimizer: fs.optim.GradientTransformation, params, grads) -> Pee
 def flat(tree: list[Tensor]):
     """A tree as `zero_shard` keeps it."""
     axis = mesh(data=1).axis("data")
-    return cut({"w": tree}, place=(("flat", lambda name, group: shard(group, axis)),))
+    return cut({f"{i:02}": x for i, x in enumerate(tree)}, place=(("flat", lambda name, group: shard(group, axis)),))
 
 
 def of_torch(make, params: list[Tensor], grads: list[Tensor]) -> Peer:

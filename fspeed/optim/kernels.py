@@ -3,7 +3,8 @@
 A kernel is a function of tensors of one length, which it may write over, and of a vector of numbers; what it returns are sums.
 """
 import functools
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,30 +12,42 @@ from torch import Tensor
 
 from fspeed.shard.piece import at_least_float32
 
-BIG = 2**20         # elements from which on compiling, which takes seconds, pays
-PART = 2**17        # elements that a core's cache holds, of all tensors of an optimizer
+BIG = 2**22         # elements from which on compiling, which takes seconds, pays
+PART = 2**15        # elements of which a core's cache holds all tensors of an optimizer, and what is between them
+
+Kernel = Callable[..., Any]
 
 
-def over(kernel: Callable[..., Any], row: Sequence[Tensor], *numbers: Any) -> Any:
-    """kernel(*row, numbers) on tensors of one shape, dense and laid alike; its sums, or None.
+def ready(kernel: Kernel, rows: Iterable[Sequence[Tensor]]) -> Kernel:
+    """The kernel as it is run on each of some rows, tensors of one shape, dense and laid alike: `run(row, *numbers)`.
 
-    Cost: on a CPU, from a million elements on, one pass, compiled once a process; below, as many as the kernel has operations, but
-    all but the first in the cache. Beside the tensors a few parts of 2^17 elements are held.
+    Cost: on a CPU, from four million elements on, one pass, compiled once a process; below, as many as the kernel has operations,
+    but all but the first in the cache. Beside the tensors a few parts of 2^15 elements are held.
 
     >>> add = lambda x, y, numbers: x.add_(y * numbers[0]).sum()
-    >>> x = torch.zeros(2, 3)
-    >>> over(add, (x, torch.ones(2, 3)), 2.), x[0]
+    >>> row = torch.zeros(2, 3), torch.ones(2, 3)
+    >>> ready(add, [row])(row, 2.), row[0][0]
     (tensor(12.), tensor([2., 2., 2.]))
     """
-    first = row[0]
-    flat = [x.as_strided((x.numel(),), (1,)) for x in row]
-    given = vector(numbers, first)
-    with torch.no_grad():
-        if first.is_cpu and first.numel() >= BIG and compiles():
-            return compiled(kernel)(*flat, given)
-        part = PART if first.is_cpu else first.numel()
-        parts = [kernel(*xs, given) for xs in zip(*(x.split(part) for x in flat), strict=True)]
-    return parts[0] if len(parts) == 1 or parts[0] is None else torch.stack(parts).sum(0)
+    cpu = [row[0].numel() for row in rows if row[0].is_cpu]
+    run = compiled(kernel) if sum(cpu) >= BIG and compiles() else in_parts(kernel)
+
+    @torch.no_grad()
+    def on_row(row: Sequence[Tensor], *numbers: Any) -> Any:
+        return run(*(x.as_strided((x.numel(),), (1,)) for x in row), vector(numbers, row[0]))
+
+    return on_row
+
+
+def in_parts(kernel: Kernel) -> Kernel:
+    """The kernel run on part after part; on other devices than CPUs, on the whole."""
+    def run(*args: Tensor) -> Any:
+        *flat, numbers = args
+        part = PART if flat[0].is_cpu else len(flat[0])
+        sums = [kernel(*xs, numbers) for xs in zip(*(x.split(part) for x in flat), strict=True)]
+        return sums[0] if len(sums) == 1 or sums[0] is None else torch.stack(sums).sum(0)
+
+    return run
 
 
 def vector(numbers: Sequence[Any], like: Tensor) -> Tensor:
@@ -46,7 +59,7 @@ def vector(numbers: Sequence[Any], like: Tensor) -> Tensor:
 
 
 @functools.cache
-def compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(kernel: Kernel) -> Kernel:
     return torch.compile(kernel, dynamic=True, fullgraph=True)
 
 
@@ -54,7 +67,8 @@ def compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def compiles() -> bool:
     """Whether there is what `torch.compile` needs on this machine."""
     try:
-        torch.compile(lambda x: x + 1)(torch.zeros(2))
+        with warnings.catch_warnings(action="ignore"):      # of torch's own modules, at their import
+            torch.compile(lambda x: x + 1)(torch.zeros(2))
     except Exception:           # no compiler, or one that does not work: torch says it by many types
         return False
     return True

@@ -11,7 +11,7 @@ from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, 
 from fspeed.optim.combine import chain
 from fspeed.optim.decay import add_decayed_weights, decay_now
 from fspeed.optim.fused import fixed, in_one_pass, number, rate_for, rows_by
-from fspeed.optim.kernels import over
+from fspeed.optim.kernels import ready
 from fspeed.optim.leaves import LEAF, as_function, by_leaf, spread
 from fspeed.optim.masking import Mask, masked
 from fspeed.optim.moments import correction, wide
@@ -147,13 +147,14 @@ def lamb(
         by, over_c1, over_c2 = (c2**0.5 / c1, 1.0, 1.0) if debias_rate else (1.0, 1 / c1, 1 / c2)
         each = [(over_c1, over_c2, eps, eps_root, decay[0] if yes else 0.0) for yes in spread(decays, params)]
         squares = torch.zeros(2, len(each), dtype=torch.float64, device=moments.count.device)
+        average, move = (ready(kernel, [row for _, row in found]) for kernel in (_averaged, _moved))
         for leaf, row in found:
-            mine = over(_averaged, row, b1, 1 - b1, b2, 1 - b2, *each[leaf.number])
+            mine = average(row, b1, 1 - b1, b2, 1 - b2, *each[leaf.number])
             squares[:, leaf.number] += mine.to(squares) / leaf.holders
         ratios = trust_ratio(*safe_sqrt(summed(squares, params)), 1.0, 0.0, min_ratio, max_ratio)
         scales = (rate[0] * by * ratios).unbind()
         for leaf, (p, _, mu, nu) in found:
-            over(_moved, (p, mu, nu), scales[leaf.number], *each[leaf.number])
+            move((p, mu, nu), scales[leaf.number], *each[leaf.number])
         return params, (type(moments)(count, moments.mu, moments.nu), decay[1], state[2], rate[1])
 
     whole = GradientTransformation(plain.init, update) if debias_rate else plain

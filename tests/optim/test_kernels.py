@@ -4,7 +4,7 @@ import torch
 
 from fspeed import optim
 from fspeed.optim import kernels
-from fspeed.optim.kernels import over
+from fspeed.optim.kernels import ready
 from fspeed.optim.updates import apply_updates
 from fspeed.shard.pytree import tree_map
 from fspeed.testing import assert_close
@@ -60,5 +60,6 @@ def test_without_a_compiler_it_goes_in_parts(monkeypatch):
 
 def test_sums_of_parts_are_added(monkeypatch):
     monkeypatch.setattr(kernels, "PART", 8)
-    total = over(lambda x, numbers: torch.stack([x.sum(), numbers[0] * x.square().sum()]), (torch.arange(20.0),), 2.0)
+    row = (torch.arange(20.0),)
+    total = ready(lambda x, numbers: torch.stack([x.sum(), numbers[0] * x.square().sum()]), [row])(row, 2.0)
     torch.testing.assert_close(total, torch.tensor([190.0, 4940.0]))
