@@ -39,7 +39,8 @@ def rows(mask: Callable[[Any], Any] | None, params: Any, grads: Any, *moments: A
         mask: from the parameters to a tree of bools; None is True for all.
         params, grads, moments: trees that are stored alike.
     """
-    return rows_by(ByNumber(tuple(every(params, True)) if mask is None else spread(mask, params)), params, grads, *moments)
+    flags: Any = ByNumber(tuple(every(params, True)) if mask is None else spread(mask, params))
+    return rows_by(flags, params, grads, *moments)
 
 
 def rows_by(value: Callable[[Leaf], Any], params: Any, grads: Any, *moments: Any) -> list[tuple[Any, Row]] | None:

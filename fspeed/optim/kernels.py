@@ -1,6 +1,6 @@
 """Arithmetic on flat stretches of elements that reads and writes each of them once: compiled where there are many, else in parts.
 
-A kernel is a function of tensors of one length, which it may write over, and of a vector of numbers; what it returns are sums.
+A kernel is a function of tensors of one length, which it may write over, and of a tuple of numbers; what it returns are sums.
 """
 import functools
 import warnings
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fspeed.optim.moments import near
 from fspeed.shard.piece import at_least_float32
 
 BIG = 2**22         # elements from which on compiling, which takes seconds, pays
@@ -30,37 +31,32 @@ def ready(kernel: Kernel, rows: Iterable[Sequence[Tensor]]) -> Kernel:
     (tensor(12.), tensor([2., 2., 2.]))
     """
     cpu = [row[0].numel() for row in rows if row[0].is_cpu]
-    run = compiled(kernel) if sum(cpu) >= BIG and compiles() else in_parts(kernel)
+    many = sum(cpu) >= BIG and compiles()
 
     @torch.no_grad()
-    def on_row(row: Sequence[Tensor], *numbers: Any) -> Any:
-        return run(*(x.as_strided((x.numel(),), (1,)) for x in row), vector(numbers, row[0]))
-
-    return on_row
-
-
-def in_parts(kernel: Kernel) -> Kernel:
-    """The kernel run on part after part; on other devices than CPUs, on the whole."""
-    def run(*args: Tensor) -> Any:
-        *flat, numbers = args
-        part = PART if flat[0].is_cpu else len(flat[0])
-        sums = [kernel(*xs, numbers) for xs in zip(*(x.split(part) for x in flat), strict=True)]
-        return sums[0] if len(sums) == 1 or sums[0] is None else torch.stack(sums).sum(0)
+    def run(row: Sequence[Tensor], *numbers: Any) -> Any:
+        flat = [x.as_strided((x.numel(),), (1,)) for x in row]
+        return compiled(kernel)(vector(numbers, flat[0]), *flat) if many and flat[0].is_cpu else in_parts(kernel, flat, numbers)
 
     return run
 
 
+def in_parts(kernel: Kernel, flat: list[Tensor], numbers: tuple) -> Any:
+    """The kernel run on part after part; on other devices than CPUs, on the whole."""
+    part = PART if flat[0].is_cpu else len(flat[0])
+    numbers = tuple(near(x, flat[0]) for x in numbers)
+    sums = [kernel(*xs, numbers) for xs in zip(*(x.split(part) for x in flat), strict=True)]
+    return sums[0] if len(sums) == 1 or sums[0] is None else torch.stack(sums).sum(0)
+
+
 def vector(numbers: Sequence[Any], like: Tensor) -> Tensor:
-    """Numbers, and 0-d tensors, as a vector on a tensor's device, in the dtype that it is computed in."""
-    dtype, device = at_least_float32(like.dtype), like.device
-    if not any(isinstance(x, Tensor) for x in numbers):
-        return torch.tensor(numbers, dtype=dtype, device=device)
-    return torch.stack([torch.as_tensor(x, dtype=dtype, device=device) for x in numbers])
+    """Numbers as a vector, so that other numbers need no other code, in the dtype that a tensor is computed in."""
+    return torch.stack([torch.as_tensor(x, dtype=at_least_float32(like.dtype), device=like.device) for x in numbers])
 
 
 @functools.cache
 def compiled(kernel: Kernel) -> Kernel:
-    return torch.compile(kernel, dynamic=True, fullgraph=True)
+    return torch.compile(lambda numbers, *flat: kernel(*flat, numbers.unbind()), dynamic=True, fullgraph=True)
 
 
 @functools.cache

@@ -110,8 +110,8 @@ def lion(
     return in_one_pass(plain, fused) if mu_dtype is None and fixed(b1, b2) else plain
 
 
-def _descend(p: Tensor, g: Tensor, mu: Tensor, numbers: Tensor) -> None:
-    rate, shrink, b1, a1, b2, a2 = numbers.unbind()
+def _descend(p: Tensor, g: Tensor, mu: Tensor, numbers: tuple) -> None:
+    rate, shrink, b1, a1, b2, a2 = numbers
     g, m = wide(g), wide(mu)
-    p.copy_(shrink * wide(p) - rate * torch.sgn(a1 * g + b1 * m))
-    mu.copy_(b2 * m + a2 * g)
+    torch.sub(shrink * wide(p), rate * torch.sgn(a1 * g + b1 * m), out=p)
+    torch.add(b2 * m, a2 * g, out=mu)

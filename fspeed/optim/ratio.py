@@ -150,8 +150,9 @@ def lamb(
         average, move = (ready(kernel, [row for _, row in found]) for kernel in (_averaged, _moved))
         for leaf, row in found:
             mine = average(row, b1, 1 - b1, b2, 1 - b2, *each[leaf.number])
-            squares[:, leaf.number] += mine.to(squares) / leaf.holders
-        ratios = trust_ratio(*safe_sqrt(summed(squares, params)), 1.0, 0.0, min_ratio, max_ratio)
+            squares[:, leaf.number].add_(mine.to(squares) / leaf.holders)
+        of_p, of_u = safe_sqrt(summed(squares, params))
+        ratios = trust_ratio(of_p, of_u, 1.0, 0.0, min_ratio, max_ratio)
         scales = (rate[0] * by * ratios).unbind()
         for leaf, (p, _, mu, nu) in found:
             move((p, mu, nu), scales[leaf.number], *each[leaf.number])
@@ -161,18 +162,18 @@ def lamb(
     return in_one_pass(whole, fused) if fixed(b1, b2, eps, eps_root, min_ratio, max_ratio) else whole
 
 
-def _averaged(p: Tensor, g: Tensor, mu: Tensor, nu: Tensor, numbers: Tensor) -> Tensor:
+def _averaged(p: Tensor, g: Tensor, mu: Tensor, nu: Tensor, numbers: tuple) -> Tensor:
     """New moments; and the squared norms of the parameters and of their update."""
-    b1, a1, b2, a2, *rest = numbers.unbind()
+    b1, a1, b2, a2, *rest = numbers
     g = wide(g)
-    mu.copy_(b1 * wide(mu) + a1 * g)
-    nu.copy_(b2 * wide(nu) + a2 * g * g)
+    torch.add(b1 * wide(mu), a1 * g, out=mu)
+    torch.add(b2 * wide(nu), a2 * g * g, out=nu)
     return torch.stack([wide(p).square().sum(), _update(p, mu, nu, *rest).square().sum()])
 
 
-def _moved(p: Tensor, mu: Tensor, nu: Tensor, numbers: Tensor) -> None:
-    scale, *rest = numbers.unbind()
-    p.copy_(wide(p) - scale * _update(p, mu, nu, *rest))
+def _moved(p: Tensor, mu: Tensor, nu: Tensor, numbers: tuple) -> None:
+    scale, *rest = numbers
+    torch.sub(wide(p), scale * _update(p, mu, nu, *rest), out=p)
 
 
 def _update(p: Tensor, mu: Tensor, nu: Tensor, over_c1: Any, over_c2: Any, eps: Any, eps_root: Any, wd: Any) -> Tensor:

@@ -89,7 +89,7 @@ def _descended(columns: list[list[Tensor]], lr: Any, decay: float, nesterov: boo
     if rate is None:
         return False
     us: Any = gs
-    if traces and ps[0].dtype.itemsize >= 4:        # on CPUs torch 2.13's kernel is wrong for shorter floats
+    if traces and ps[0].is_cpu and ps[0].dtype.itemsize >= 4:       # torch 2.13's kernel is wrong for shorter floats
         torch._fused_sgd_(
             ps, gs, *traces, lr=rate, momentum=decay, dampening=0.0, weight_decay=0.0, nesterov=nesterov, maximize=False,
             is_first_step=False,
