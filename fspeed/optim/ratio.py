@@ -146,12 +146,13 @@ def lamb(
         c1, c2 = number(correction(b1, count)), number(correction(b2, count))
         by, over_c1, over_c2 = (c2**0.5 / c1, 1.0, 1.0) if debias_rate else (1.0, 1 / c1, 1 / c2)
         each = [(over_c1, over_c2, eps, eps_root, decay[0] if yes else 0.0) for yes in spread(decays, params)]
-        squares = torch.zeros(2, len(each), dtype=torch.float64, device=moments.count.device)
+        nothing = torch.zeros(2, dtype=torch.float64, device=moments.count.device)
+        squares = [nothing] * len(each)
         average, move = (ready(kernel, [row for _, row in found]) for kernel in (_averaged, _moved))
         for leaf, row in found:
             mine = average(row, b1, 1 - b1, b2, 1 - b2, *each[leaf.number])
-            squares[:, leaf.number].add_(mine.to(squares) / leaf.holders)
-        of_p, of_u = safe_sqrt(summed(squares, params))
+            squares[leaf.number] = squares[leaf.number] + mine.to(nothing) / leaf.holders
+        of_p, of_u = safe_sqrt(summed(torch.stack(squares, 1), params))
         ratios = trust_ratio(of_p, of_u, 1.0, 0.0, min_ratio, max_ratio)
         scales = (rate[0] * by * ratios).unbind()
         for leaf, (p, _, mu, nu) in found:
