@@ -14,6 +14,7 @@ from fspeed.optim.moments import near
 from fspeed.shard.piece import at_least_float32
 
 BIG = 2**22         # elements from which on compiling, which takes seconds, pays
+LONG = 2**23        # elements of the shortest row from which on it pays where torch has a fused kernel, which is a twentieth slower
 PART = 2**15        # elements of which a core's cache holds all tensors of an optimizer, and what is between them
 
 Kernel = Callable[..., Any]
@@ -22,21 +23,22 @@ Kernel = Callable[..., Any]
 def ready(kernel: Kernel, rows: Iterable[Sequence[Tensor]]) -> Kernel:
     """The kernel as it is run on each of some rows, tensors of one shape, dense and laid alike: `run(row, *numbers)`.
 
-    Cost: on a CPU, from four million elements on, one pass, compiled once a process; below, as many as the kernel has operations,
-    but all but the first in the cache. Beside the tensors a few parts of 2^15 elements are held.
+    Cost: on a CPU, from four million elements of all rows on, rows of more than a part take one pass, compiled once a process; others
+    as many as the kernel has operations, but all but the first in the cache. A few parts of 2^15 elements are held beside the rows.
 
     >>> add = lambda x, y, numbers: x.add_(y * numbers[0]).sum()
     >>> row = torch.zeros(2, 3), torch.ones(2, 3)
     >>> ready(add, [row])(row, 2.), row[0][0]
     (tensor(12.), tensor([2., 2., 2.]))
     """
-    cpu = [row[0].numel() for row in rows if row[0].is_cpu]
-    many = sum(cpu) >= BIG and compiles()
+    many = sum(row[0].numel() for row in rows if row[0].is_cpu) >= BIG and compiles()
 
     @torch.no_grad()
     def run(row: Sequence[Tensor], *numbers: Any) -> Any:
         flat = [x.as_strided((x.numel(),), (1,)) for x in row]
-        return compiled(kernel)(vector(numbers, flat[0]), *flat) if many and flat[0].is_cpu else in_parts(kernel, flat, numbers)
+        if many and flat[0].is_cpu and len(flat[0]) > PART:
+            return compiled(kernel)(vector(numbers, flat[0]), *flat)
+        return in_parts(kernel, flat, numbers)
 
     return run
 

@@ -10,6 +10,7 @@ from fspeed.shard.pytree import tree_map
 from fspeed.testing import assert_close
 
 OPTIMIZERS = {
+    "adamw masked": lambda: optim.adamw(0.1, weight_decay=0.1, mask={"b": False, "w": True}),
     "lion": lambda: optim.lion(0.1, weight_decay=0.1),
     "lion masked": lambda: optim.lion(optim.linear_schedule(0.1, 0.0, 8), weight_decay=0.1, mask={"b": False, "w": True}),
     "lamb": lambda: optim.lamb(0.1, weight_decay=0.1),
@@ -44,11 +45,13 @@ def test_in_parts(name, dtype, tolerance, monkeypatch):
     check(OPTIMIZERS[name](), dtype, tolerance, name)
 
 
-@pytest.mark.parametrize("name", ["lion masked", "lamb masked"])
+@pytest.mark.parametrize("name", ["adamw masked", "lion masked", "lamb masked"])
 def test_compiled(name, monkeypatch):
     if not kernels.compiles():
         pytest.skip("torch.compile does not work here")
     monkeypatch.setattr(kernels, "BIG", 64)
+    monkeypatch.setattr(kernels, "LONG", 1)
+    monkeypatch.setattr(kernels, "PART", 8)
     check(OPTIMIZERS[name](), torch.float32, 2e-6, name)
 
 
