@@ -14,7 +14,7 @@ from fspeed.optim.moments import near
 from fspeed.shard.piece import at_least_float32
 
 BIG = 2**22         # elements from which on compiling, which takes seconds, pays
-LONG = 2**23        # elements of the shortest row from which on it pays where torch has a fused kernel, which is a twentieth slower
+LONG = 2**23        # the same, of the shortest row, where torch has a fused kernel, a twentieth slower
 PART = 2**15        # elements of which a core's cache holds all tensors of an optimizer, and what is between them
 
 Kernel = Callable[..., Any]
@@ -23,8 +23,8 @@ Kernel = Callable[..., Any]
 def ready(kernel: Kernel, rows: Iterable[Sequence[Tensor]]) -> Kernel:
     """The kernel as it is run on each of some rows, tensors of one shape, dense and laid alike: `run(row, *numbers)`.
 
-    Cost: on a CPU, from four million elements of all rows on, rows of more than a part take one pass, compiled once a process; others
-    as many as the kernel has operations, but all but the first in the cache. A few parts of 2^15 elements are held beside the rows.
+    Cost: on a CPU, where all rows have four million elements, those of more than a part take one pass, compiled once a process.
+        Others take as many as the kernel has operations, all but the first in the cache, holding a few parts of 2^15 elements.
 
     >>> add = lambda x, y, numbers: x.add_(y * numbers[0]).sum()
     >>> row = torch.zeros(2, 3), torch.ones(2, 3)
