@@ -45,7 +45,10 @@ def rows(mask: Callable[[Any], Any] | None, params: Any, grads: Any, *moments: A
 
 def rows_by(value: Callable[[Leaf], Any], params: Any, grads: Any, *moments: Any) -> list[tuple[Any, Row]] | None:
     """`rows` with a value of the leaf in place of its mask."""
-    found = list(pieces(value, params, grads, *moments))
+    try:
+        found = list(pieces(value, params, grads, *moments))
+    except ValueError:          # trees that are not alike, as in another optimizer's state: the plain way says what is wrong
+        return None
     if not alike([x for _, row in found for x in row]):
         if not all([takes(*row) for _, row in found]):
             return None
