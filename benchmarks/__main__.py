@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 NAMES = {
+    "adam": "optimizers on the CPU: AdamW against PyTorch's, DeepSpeed's and plain C; Lion and LAMB",
     "overhead": "one process, eager: against the same loop written by hand",
     "jit": "one process, compiled: against torch.compile and the loop written by hand",
     "zero": "two ranks over gloo: against DDP, ZeroRedundancyOptimizer and FSDP2",

@@ -5,13 +5,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fspeed.optim import kernels
 from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, increment, new_count
 from fspeed.optim.combine import chain
 from fspeed.optim.decay import add_decayed_weights, decay_now
 from fspeed.optim.fused import fixed, in_one_pass, lists, number, rate_for, rows
 from fspeed.optim.leaves import as_function
 from fspeed.optim.masking import Mask
-from fspeed.optim.moments import bias_correction, debiased_mean, kept, over_root, update_moment, update_second_moment, zeros
+from fspeed.optim.moments import (
+    bias_correction,
+    correction,
+    debiased_mean,
+    kept,
+    over_root,
+    update_moment,
+    update_second_moment,
+    wide,
+    zeros,
+)
 from fspeed.optim.scale import rate_now, scale_by_learning_rate
 
 
@@ -152,6 +163,8 @@ def _fused(
     if found is None or not fixed(wd):
         return None
     count = increment(state.count)
+    if found and all(row[0].is_cpu and row[0].numel() >= kernels.LONG for _, row in found) and kernels.compiles():
+        return _compiled(found, state._replace(count=count), rate_for(lr, count.device), b1, b2, eps, wd)
     for decays, (ps, gs, mus, nus) in lists(found):
         rate = rate_for(lr, ps[0].device)
         if rate is None:
@@ -162,6 +175,26 @@ def _fused(
             amsgrad=False, maximize=False,
         )
     return ScaleByAdamState(count, state.mu, state.nu)
+
+
+def _compiled(found: list, state: ScaleByAdamState, rate: Any, b1: Any, b2: Any, eps: Any, wd: Any) -> ScaleByAdamState | None:
+    """The same by a kernel made for this machine, with the corrections of bias in the rate and in eps."""
+    if rate is None:
+        return None
+    c1, c2 = correction(b1, state.count).item(), correction(b2, state.count).sqrt().item()
+    run = kernels.ready(_descend, [row for _, row in found])
+    for decays, row in found:
+        run(row, b1, 1 - b1, b2, 1 - b2, rate * c2 / c1, eps * c2, 1 - rate * wd if decays else 1.0)
+    return state
+
+
+def _descend(p: Tensor, g: Tensor, mu: Tensor, nu: Tensor, numbers: tuple) -> None:
+    b1, a1, b2, a2, rate, eps, shrink = numbers
+    g = wide(g)
+    m, n = b1 * wide(mu) + a1 * g, b2 * wide(nu) + a2 * g * g
+    torch.sub(shrink * wide(p), rate * m / (n.sqrt() + eps), out=p)
+    torch.add(m, 0, out=mu)
+    torch.add(n, 0, out=nu)
 
 
 nadam = partial(adam, nesterov=True)

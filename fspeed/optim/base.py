@@ -21,7 +21,8 @@ class GradientTransformation(NamedTuple):
         init: params -> state.
         update: (updates, state, params=None) -> (updates, state): pure, and differentiable by torch.func.
         apply: (grads, state, params) -> (params, state), the same as `update` and adding, within rounding, in one pass. It
-            writes over the state and params that it is given, and only reads grads. None where there is no such pass.
+            writes over the state and params that it is given, and only reads grads; what autograd watches it leaves to `update`.
+            None where there is no such pass.
 
     >>> import torch
     >>> halve = GradientTransformation(lambda params: EmptyState(), lambda u, state, params=None: (u / 2, state))

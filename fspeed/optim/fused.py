@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fspeed.grad import in_torch_func, in_trace, requires_grad
 from fspeed.optim.base import GradientTransformation
-from fspeed.optim.leaves import ByNumber, every, pieces, spread
+from fspeed.optim.leaves import ByNumber, Leaf, every, pieces, spread
 from fspeed.optim.updates import apply_updates
 
 DTYPE, DEVICE, WATCHED = attrgetter("dtype"), attrgetter("device"), attrgetter("requires_grad")
@@ -39,8 +39,16 @@ def rows(mask: Callable[[Any], Any] | None, params: Any, grads: Any, *moments: A
         mask: from the parameters to a tree of bools; None is True for all.
         params, grads, moments: trees that are stored alike.
     """
-    flags = ByNumber(tuple(every(params, True)) if mask is None else spread(mask, params))
-    found = list(pieces(flags, params, grads, *moments))
+    flags: Any = ByNumber(tuple(every(params, True)) if mask is None else spread(mask, params))
+    return rows_by(flags, params, grads, *moments)
+
+
+def rows_by(value: Callable[[Leaf], Any], params: Any, grads: Any, *moments: Any) -> list[tuple[Any, Row]] | None:
+    """`rows` with a value of the leaf in place of its mask."""
+    try:
+        found = list(pieces(value, params, grads, *moments))
+    except ValueError:          # trees that are not alike, as in another optimizer's state: the plain way says what is wrong
+        return None
     if not alike([x for _, row in found for x in row]):
         if not all([takes(*row) for _, row in found]):
             return None

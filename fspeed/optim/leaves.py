@@ -37,6 +37,10 @@ class Leaf(NamedTuple):
 NUMBER, HOLDERS = attrgetter("number"), attrgetter("holders")
 
 
+def LEAF(leaf: Leaf) -> Leaf:
+    return leaf
+
+
 class ByNumber(NamedTuple):
     """A value of each leaf, by its number."""
     values: tuple
@@ -147,7 +151,7 @@ def pieces(value: Any, tree: Any, *others: Any) -> Iterator[tuple[Any, tuple[Ten
     """(value, elements of the trees) for each stretch of elements whose leaves have the same value; without padding.
 
     Args:
-        value: of a `Leaf`: `NUMBER`, `HOLDERS`, `ByNumber(values)`.
+        value: of a `Leaf`: `NUMBER`, `HOLDERS`, `LEAF`, `ByNumber(values)`.
         tree, others: trees that are stored alike.
     """
     leaves, spec = tree_flatten(tree)

@@ -8,7 +8,8 @@ from fspeed.grad import requires_grad
 from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, increment, new_count
 from fspeed.optim.combine import chain
 from fspeed.optim.decay import add_decayed_weights, decay_now
-from fspeed.optim.fused import Row, fixed, in_one_pass, rate_for, rows
+from fspeed.optim.fused import fixed, in_one_pass, rate_for, rows
+from fspeed.optim.kernels import ready
 from fspeed.optim.leaves import as_function
 from fspeed.optim.masking import Mask
 from fspeed.optim.moments import cast_like, near, update_moment, wide, zeros
@@ -77,9 +78,9 @@ def lion(
         weight_decay, mask: as for `add_decayed_weights`.
 
     Returns:
-        A transformation; with `mu_dtype=None` it steps in place, holding one leaf beside the state.
+        A transformation; with `mu_dtype=None` it steps in one pass.
 
-    Cost: one number kept for each parameter.
+    Cost: one number kept for each parameter; in one pass it reads three and writes two.
 
     Source: Chen et al., arXiv 2302.06675.
 
@@ -100,16 +101,17 @@ def lion(
         found = rows(decays, params, grads, state[0].mu)
         if found is None or rate_for(lr, state[0].count.device) is None or (isinstance(wd, Tensor) and requires_grad(wd)):
             return None
+        run = ready(_descend, [row for _, row in found])
         for decayed, row in found:
-            _descend(row, rate_for(lr, row[0].device), b1, b2, near(wd, row[0]) if decayed else 0.0)
+            rate = rate_for(lr, row[0].device)
+            run(row, rate, 1 - rate * near(wd, row[0]) if decayed else 1.0, b1, 1 - b1, b2, 1 - b2)
         return params, (ScaleByLionState(increment(state[0].count), state[0].mu), next_decay, next_rate)
 
     return in_one_pass(plain, fused) if mu_dtype is None and fixed(b1, b2) else plain
 
 
-@torch.no_grad()
-def _descend(row: Row, rate: Any, b1: Any, b2: Any, wd: Any) -> None:
-    p, g, mu = row
-    u = ((1 - b1) * g).add_(b1 * mu).sign_()
-    mu.mul_(b2).add_((1 - b2) * g)
-    p.sub_(rate * u.add_(wd * p))
+def _descend(p: Tensor, g: Tensor, mu: Tensor, numbers: tuple) -> None:
+    rate, shrink, b1, a1, b2, a2 = numbers
+    g, m = wide(g), wide(mu)
+    torch.sub(shrink * wide(p), rate * torch.sgn(a1 * g + b1 * m), out=p)
+    torch.add(b2 * m, a2 * g, out=mu)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fspeed.grad import in_torch_func
-from fspeed.optim.leaves import HOLDERS, Leaf, pieces
+from fspeed.optim.leaves import HOLDERS, LEAF, pieces
 from fspeed.shard.collectives import psum
 from fspeed.shard.piece import at_least_float32
 from fspeed.shard.pytree import tree_leaves
@@ -83,15 +83,11 @@ def leaf_norms(*trees: Any) -> Tensor:
 def _by_leaf(tree: Any) -> Tensor:
     """What this rank has of the square of each leaf's norm."""
     mine: dict[int, Tensor] = {}
-    for numbers, squares in _squares([(leaf.holders, x, leaf.number) for leaf, (x,) in pieces(_itself, tree)]):
+    for numbers, squares in _squares([(leaf.holders, x, leaf.number) for leaf, (x,) in pieces(LEAF, tree)]):
         for i, x in zip(numbers, squares.unbind(), strict=True):
             mine[i] = mine[i] + x if i in mine else x
     zero = next((torch.zeros_like(x) for x in mine.values()), torch.zeros(()))
     return together([mine.get(i, zero) for i in range(len(leaf_sizes(tree)))])
-
-
-def _itself(leaf: Leaf) -> Leaf:
-    return leaf
 
 
 def leaf_rms(*trees: Any) -> Tensor:

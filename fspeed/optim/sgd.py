@@ -78,7 +78,7 @@ def sgd(
         done = found is not None and all(_descended(columns, lr, decay, nesterov) for _, columns in lists(found))
         return (params, (state[0], next_rate)) if done else None
 
-    return in_one_pass(plain, fused) if accumulator_dtype is None and fixed(decay) else plain
+    return in_one_pass(plain, fused) if accumulator_dtype is None and fixed(decay) and momentum != 0 else plain
 
 
 @torch.no_grad()
@@ -89,6 +89,12 @@ def _descended(columns: list[list[Tensor]], lr: Any, decay: float, nesterov: boo
     if rate is None:
         return False
     us: Any = gs
+    if traces and ps[0].is_cpu and ps[0].dtype.itemsize >= 4:       # torch 2.13's kernel is wrong for shorter floats
+        torch._fused_sgd_(
+            ps, gs, *traces, lr=rate, momentum=decay, dampening=0.0, weight_decay=0.0, nesterov=nesterov, maximize=False,
+            is_first_step=False,
+        )
+        return True
     if traces:
         us, = traces
         torch._foreach_mul_(us, decay)
