@@ -11,7 +11,8 @@ from rich.table import Table
 
 NAMES = {
     "overhead": "one process, eager: against the same loop written by hand",
-    "zero": "two ranks over gloo: against DDP, ZeroRedundancyOptimizer and FSDP2",
+    "zero": "two ranks over gloo (and four): against DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed",
+    "overlap": "ZeRO-3 on two hosts joined at 1 Gbit/s: against FSDP2 (needs root)",
 }
 
 

@@ -19,7 +19,8 @@ def zero_shard(step: Step, mesh: Mesh, *, axis: str = "data", stage: int = 3, pe
 
     Stage 1 gathers every group once a step and scatters its gradients once a step. Stage 2 gathers once and scatters at each
     use. Stage 3 gathers and scatters at each use: what a layer gathered is freed after it and gathered again for its
-    backward, without computing anything again. What is in no layer (`layers=` of `fs.step`) is gathered at once.
+    backward, without computing anything again. What is in no layer (`layers=` of `fs.step`) is gathered at once. While a layer
+    computes, in eager mode, the layer that followed it the last time is gathered, and gradients of the one before are reduced.
 
     Args:
         step: a step.
