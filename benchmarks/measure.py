@@ -30,7 +30,7 @@ def interleaved(
             if i >= warmup:
                 cpu[name].append(c)
                 wall[name].append(w)
-        if i > warmup and late():
+        if i >= warmup and late():
             break
     return cpu, wall, losses
 
