@@ -48,14 +48,17 @@ class Counted(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self.coming: dict[int, int] = {}        # gathers under way, by address: gloo's thread has hold of their storages
+        self.arrived: list[tuple[Any, int]] = []        # and those just waited for: it may still let go of them
         self.alive: list[tuple[StorageWeakRef, int]] = []
         self.gathered = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.alive += [(StorageWeakRef(x.untyped_storage()), size) for x, size in self.arrived]
+        self.arrived = []
         out = func(*args, **(kwargs or {}))
         name = func._opname
         if name == "wait_tensor" and (size := self.coming.pop(args[0].data_ptr(), 0)):
-            self.alive.append((StorageWeakRef(out.untyped_storage()), size))
+            self.arrived.append((out, size))
         if func.namespace != "_c10d_functional" or name not in SENT or args[0].numel() < self.least:
             return out
         sent = int(SENT[name](args[0].numel(), self.size))
@@ -71,7 +74,7 @@ class Counted(TorchDispatchMode):
         """Gathered bytes that are alive; a few looks where they are the most so far, as gloo lets go a moment after its wait."""
         for _ in range(10):
             self.alive = [(ref, n) for ref, n in self.alive if not ref.expired()]
-            if (found := sum(self.coming.values()) + sum(n for _, n in self.alive)) <= self.gathered:
+            if (found := sum(self.coming.values()) + sum(n for _, n in self.arrived) + sum(n for _, n in self.alive)) <= self.gathered:
                 break
             time.sleep(0.001)
         return found

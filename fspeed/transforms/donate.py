@@ -1,9 +1,6 @@
 """Donation: the memory of the state that goes in becomes that of the state that comes out."""
-from dataclasses import replace
-from typing import Any
-
-from fspeed.shard.piece import first_live
-from fspeed.step import State, Step, Update, given
+from fspeed.step import Step
+from fspeed.transforms._donated import donated
 
 
 def donate(step: Step) -> Step:
@@ -32,19 +29,4 @@ def donate(step: Step) -> Step:
       ...
     RuntimeError: this state was donated to a step, which wrote over it; use the state that the step returned
     """
-    def update(apply: Update) -> Update:
-        inner = step.update(apply)
-
-        def run(grads: Any, state: State):
-            new, metrics = inner(grads, state)
-            state.params.written_over = written_over(state, new)
-            return new, metrics
-
-        return run
-
-    return replace(step, update=update, own=given)
-
-
-def written_over(old: State, new: State) -> bool:
-    """Whether the parameters of a new state lie where an old state's did; a skipped step gives the old ones themselves."""
-    return new.params is not old.params and first_live(old.params) is first_live(new.params)
+    return donated(step)

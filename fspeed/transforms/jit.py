@@ -9,7 +9,7 @@ import torch
 from fspeed.graph.compiled import BACKENDS, Backend, compiled
 from fspeed.graph.layer import compiled_layer
 from fspeed.step import Calls, Step, given, inside, on_loss, value_and_grad
-from fspeed.transforms.donate import donate as donated
+from fspeed.transforms._donated import donated
 
 
 def jit(
