@@ -74,7 +74,8 @@ class Counted(TorchDispatchMode):
         """Gathered bytes that are alive; a few looks where they are the most so far, as gloo lets go a moment after its wait."""
         for _ in range(10):
             self.alive = [(ref, n) for ref, n in self.alive if not ref.expired()]
-            if (found := sum(self.coming.values()) + sum(n for _, n in self.arrived) + sum(n for _, n in self.alive)) <= self.gathered:
+            found = sum(self.coming.values()) + sum(n for _, n in (*self.arrived, *self.alive))
+            if found <= self.gathered:
                 break
             time.sleep(0.001)
         return found
