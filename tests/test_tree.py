@@ -2,15 +2,15 @@
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
-import optree
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import fspeed as fs
 from fspeed.record import digest
 from fspeed.shard.piece import Frozen, Tied
-from fspeed.shard.pytree import NAMESPACE, tree_leaves, tree_paths, tree_structure
+from fspeed.shard.pytree import register, tree_leaves, tree_paths, tree_structure
 from fspeed.testing.trees import tensors, trees
 from fspeed.tree import ROOT, abstract, by_group, chooser, cut, lazy, matches, natural, whole
 
@@ -24,10 +24,7 @@ class Dense:
     b: torch.Tensor | None
 
 
-optree.register_pytree_node(
-    Dense, lambda d: ((d.w, d.b), None, ("w", "b")), lambda _, children: Dense(*children), path_entry_type=optree.GetAttrEntry,
-    namespace=NAMESPACE,
-)
+register(Dense, ("w", "b"))
 
 
 def assert_same(got, expected):
@@ -164,3 +161,10 @@ def test_globs(pattern, path, expected):
 def test_layers_come_in_natural_order():
     groups = cut({"l": [{"w": T(float(i))} for i in range(11)]}, chooser("l/*"))
     assert list(groups.names) == [f"l/{i}" for i in range(11)] == sorted(groups.names, key=natural)
+
+
+def test_a_node_of_one_s_own_goes_through_a_step():
+    params = Dense(torch.ones(2), torch.zeros(()))
+    step = fs.zero_shard(fs.step(lambda p, x, key: fs.mean(x @ p.w + p.b), fs.optim.sgd(1.0)), fs.mesh(data=1), stage=3)
+    state, _ = step(step.init(params), torch.ones(3, 2))
+    assert_same(step.params(state), Dense(torch.zeros(2), torch.tensor(-1.0)))

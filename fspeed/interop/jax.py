@@ -26,7 +26,7 @@ from fspeed.optim.base import GradientTransformation
 from fspeed.optim.wholes import placed_like
 from fspeed.record import dtype_name
 from fspeed.shard.piece import Absent, Piece
-from fspeed.shard.pytree import NAMESPACE, register_with_jax, tree_leaves
+from fspeed.shard.pytree import NAMESPACE, VIEWS, register_with_jax, tree_leaves
 from fspeed.tree import Groups, gathered
 
 register_with_jax()
@@ -176,7 +176,8 @@ def adopt(example: Any) -> None:
 
     rows, _ = tree_util.tree_flatten_with_path(example, is_leaf=lambda x: x is not example)
     access = ACCESS.get(type(rows[0][0][0]), optree.AutoEntry) if rows else optree.AutoEntry
-    optree.register_pytree_node(type(example), flatten, unflatten, namespace=NAMESPACE, path_entry_type=access)
+    for space in (NAMESPACE, *VIEWS):
+        optree.register_pytree_node(type(example), flatten, unflatten, namespace=space, path_entry_type=access)
 
 
 ACCESS: dict[Any, Any] = {
