@@ -51,11 +51,6 @@ def test_optimizers_that_are_none():
         masked(masked.init(PARAMS), torch.ones(3, 2))
 
 
-def test_checkpoint_of_no_layers():
-    with pytest.raises(ValueError, match=r"no layers to run again; name them: fs\.step\(\.\.\., layers='blocks/\*'\)"):
-        fs.checkpoint(step(layers=()))
-
-
 @pytest.mark.parametrize(("made", "run"), [("blocks/*", ()), ((), "blocks/*"), ("blocks/*", "blocks")])
 def test_a_state_of_other_layers(made, run):
     with pytest.raises(ValueError, match=r"this state was cut into root.*, not by this step's layers="):

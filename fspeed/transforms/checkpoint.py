@@ -10,7 +10,6 @@ from fspeed.grad import closed_over, in_jvp, in_torch_func, requires_grad, vjp
 from fspeed.opened import At
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from fspeed.step import Step, around
-from fspeed.tree import NONE
 
 dead = torch._C._functorch.unwrap_if_dead       # what a Function saved may be wrapped for a torch.func level that is gone
 
@@ -21,7 +20,7 @@ def checkpoint(
     """Same in and out as the step; layers keep only their arguments, and are run again in backward.
 
     Args:
-        step: a step.
+        step: a step. Only its layers (`layers=` of `fs.step`) are run again: without any, everything is kept.
         where: which layers, from where they stand: `lambda at: at.index % 2 == 0` is every second one.
         save: which operations' outputs are kept and not computed again, a predicate on `torch._ops.OpOverload`:
             `lambda op: op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)`. None by default.
@@ -30,7 +29,6 @@ def checkpoint(
         A step with the same randomness: a key is an argument like any other, and torch's generators are set back for backward.
 
     Raises:
-        ValueError: the step has no layers.
         TypeError: when called: a layer uses a differentiated tensor that is not among its arguments; its gradient would be lost.
 
     Cost: one more forward of these layers; of their activations, only arguments are held from forward to backward.
@@ -46,8 +44,6 @@ def checkpoint(
     >>> s.params(s(s.init({"block": {"w": torch.tensor(0.)}}), torch.tensor([1., 3.]))[0])
     {'block': {'w': tensor(-2.)}}
     """
-    if step.layers == NONE:
-        raise ValueError("checkpoint: this step has no layers to run again; name them: fs.step(..., layers='blocks/*')")
     return around(step, lambda fn, at: remat(fn, save=save, name=at.names) if where(at) else fn)
 
 
