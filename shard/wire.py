@@ -5,7 +5,6 @@ ranks hold the same bits, whatever the op (psum, or reduce_scatter and all_gathe
 GPUs the order and the precision are NCCL's.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,20 +19,6 @@ from .mesh import Axis
 c10d = torch.ops._c10d_functional
 # what gloo and NCCL carry; all else travels as bytes
 CARRIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
-
-
-def received(sent: Tensor) -> Tensor:
-    """A started collective's result, once its backend has let go of it.
-
-    gloo's thread drops its references a moment after it has said that it is done. Until then torch may make a Python object of the
-    storage while the thread counts references to it, which is a race: memory freed twice, and an abort at exit (pytorch#179291).
-    """
-    x = c10d.wait_tensor(sent)
-    for _ in range(1000 if x.device.type == "cpu" and hasattr(sent, "_use_count") else 0):
-        if sent._use_count() == 1:  # type: ignore[attr-defined]
-            break
-        time.sleep(0)
-    return x
 
 
 class CollectiveError(RuntimeError):
@@ -105,7 +90,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     with named_failure("all_gather", axis):
         sent = c10d.all_gather_into_tensor(as_carried(x), axis.size, axis.group)
     shape, dtype = (axis.size * x.shape[0], *x.shape[1:]), x.dtype
-    return Pending("all_gather", axis, lambda: from_carried(received(sent), dtype).view(shape))
+    return Pending("all_gather", axis, lambda: from_carried(c10d.wait_tensor(sent), dtype).view(shape))
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
@@ -131,7 +116,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     if x.is_cuda:
         with named_failure("reduce_scatter", axis):
             sent = c10d.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.group)
-        return Pending("reduce_scatter", axis, lambda: received(sent))
+        return Pending("reduce_scatter", axis, lambda: c10d.wait_tensor(sent))
     return scatter_combined("reduce_scatter", x, axis, sum_by_rank)
 
 
@@ -198,13 +183,13 @@ def start_exchange(operation: str, x: Tensor, axis: Axis, send: list[int], recei
     width, dtype = x.element_size() // carried.element_size(), x.dtype  # what is pending must not hold x
     with named_failure(operation, axis):
         sent = c10d.all_to_all_single(carried, [n * width for n in receive], [n * width for n in send], axis.group)
-    return Pending(operation, axis, lambda: from_carried(received(sent), dtype))
+    return Pending(operation, axis, lambda: from_carried(c10d.wait_tensor(sent), dtype))
 
 
 def start_all_reduce(operation: str, x: Tensor, axis: Axis, reduce_op: str) -> Pending:
     with named_failure(operation, axis):
         sent = c10d.all_reduce(x.contiguous(), reduce_op, axis.group)
-    return Pending(operation, axis, lambda: received(sent))
+    return Pending(operation, axis, lambda: c10d.wait_tensor(sent))
 
 
 def scatter_combined(operation: str, x: Tensor, axis: Axis, combine: Callable[[Tensor], Tensor]) -> Pending:
