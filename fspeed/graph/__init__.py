@@ -1,1 +1,1 @@
-"""A step as one graph: traced, with what is free computed again, collectives early, counters apart; and compiled."""
+"""A step as one graph: traced, with what is free computed again, counters apart; and compiled."""

@@ -25,7 +25,7 @@ Backend = Callable[[fx.GraphModule, list], Callable[[list], Any]]
 
 
 def inductor(graph: fx.GraphModule, inputs: list) -> Callable[[list], Any]:
-    """torch's compiler; what it made is kept on disk between runs."""
+    """torch's compiler."""
     from torch._inductor.compile_fx import compile_fx_inner  # seconds to import
 
     return compile_fx_inner(graph, inputs)
@@ -148,5 +148,3 @@ def changed(cache: dict, key: tuple, args: tuple) -> str:
         for path, old, new in zip(paths, shapes, key[1], strict=True) if old != new
     ]
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-
-

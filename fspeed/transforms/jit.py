@@ -25,15 +25,14 @@ def jit(
     Args:
         step: a step.
         donate: whether the state that is passed in is used up, as under `fs.donate`.
-        scope: "step", or "layer": compile each layer of other shapes once, forward and backward, and leave the rest as it is;
-            then compile time does not grow with depth.
+        scope: "step", or "layer": compile each layer of other shapes once, forward and backward, and leave the rest as it is.
         backend: "inductor"; "eager", the graph without a compiler; or a function (graph, fake inputs) -> (list of tensors ->
             list of tensors).
         limit: how many compilations of each part there may be. Each is told on stderr with what changed, and is a line in
             `compilations(step)`.
 
     Returns:
-        A step. Its first call takes seconds to minutes; what the compiler made is kept on disk and found by the next run.
+        A step. Its first call takes seconds to minutes.
 
     Raises:
         TypeError: when called: the loss's Python looks at a tensor's value; the message has the line.
