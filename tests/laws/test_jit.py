@@ -2,6 +2,7 @@
 import pytest
 import torch
 from hypothesis import given, settings
+from test_trace import OneAndHalf
 
 import fspeed as fs
 from fspeed import optim
@@ -50,22 +51,6 @@ CLIPPED = optim.chain(optim.clip_by_global_norm(0.1), optim.adam(0.1))._replace(
 def test_inductor_s_step_is_the_eager_step(how, optimizer):
     # a compiler may fuse multiplications and additions: float32, a few roundings, enlarged by Adam where gradients are small
     assert_close(three_steps(fs.jit(bare(optimizer), **how)), three_steps(bare(optimizer)), 1e-4, "the compiled step")
-
-
-class OneAndHalf(torch.autograd.Function):
-    """x, with a derivative that no rule of autograd would give."""
-
-    @staticmethod
-    def forward(x):
-        return x * 1.0
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 1.5
 
 
 @pytest.mark.parametrize("how", [{}, {"scope": "layer"}], ids=str)
