@@ -21,6 +21,21 @@ c10d = torch.ops._c10d_functional
 CARRIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 
 
+# Threads of gloo note the name of what they completed in one string, without a lock; a name of more than 15 characters lies on the
+# heap, and is freed twice when two collectives complete at once. all_gather_into_tensor calls ALLGATHER_COALESCED: it must not.
+cpu_kernels = torch.library.Library("_c10d_functional", "IMPL")
+
+
+def all_gather_into_tensor(x: Tensor, size: int, group: str) -> Tensor:
+    out = x.new_empty((size * x.shape[0], *x.shape[1:]))
+    numbers, place = (torch.view_as_real(x), torch.view_as_real(out)) if x.is_complex() else (x, out)
+    c10d.all_gather_into_tensor_out(numbers, size, group, out=place)
+    return out      # its wait is known by its storage
+
+
+cpu_kernels.impl("all_gather_into_tensor", all_gather_into_tensor, "CPU")
+
+
 class CollectiveError(RuntimeError):
     """A collective did not complete: a peer died, came too late, or called something else. Its axis cannot be used again."""
 

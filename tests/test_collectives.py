@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import socket
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,13 +23,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.profiler import ProfilerActivity, profile
 
 from fspeed.shard import collectives, wire
 from fspeed.shard.collectives import all_gather, all_to_all, axis_index, axis_size, pmax, pmean, ppermute, psum, reduce_scatter
 from fspeed.shard.mesh import Axis
 from fspeed.shard.wire import CollectiveError
 from fspeed.testing import pool
-from fspeed.testing.count import Counted
+from fspeed.testing.count import SETTLE, Counted
 from fspeed.testing.pool import Pool, RankError, mesh, ranks
 
 # torch's own, at the first use of forward mode
@@ -344,6 +346,25 @@ def test_a_start_does_not_wait_for_the_others() -> None:
         assert torch.equal(third, both)
         assert torch.equal(second, both[2 * rank :][:2])
         assert torch.equal(first, torch.tensor([0.0, 1, 2, 3, 1, 2, 3, 4]))
+
+
+def test_what_runs_at_once_has_short_names_in_gloo() -> None:
+    """Longer ones than 15 characters corrupt the heap when two complete at once: thousands of gathers, eight at a time, died of it."""
+
+    def on_rank() -> set[str]:
+        axis, x = mesh(a=3).axis("a"), torch.ones(9)
+        starts = [wire.start_all_gather, wire.start_reduce_scatter, wire.start_psum, wire.start_pmax]
+        with profile(activities=[ProfilerActivity.CPU]) as prof:
+            for pending in [start(x, axis) for start in starts]:
+                pending.wait()
+            wire.start_all_to_all(x.view(3, 3), axis).wait()
+            c10d = torch.ops._c10d_functional
+            c10d.wait_tensor(c10d.all_gather_into_tensor(x, 3, axis.group))
+            c10d.wait_tensor(c10d.all_reduce(x, "sum", axis.group))
+            time.sleep(SETTLE)
+        return {event.name for event in prof.events() if event.name.startswith("c10d::")}
+
+    assert ranks(3)(on_rank)[0] == {"c10d::_allgather_base_", "c10d::alltoall_base_", "c10d::allreduce_"}
 
 
 # ---- errors

@@ -47,18 +47,12 @@ class Counted(TorchDispatchMode):
         self.sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
-        self.coming: dict[int, int] = {}        # gathers under way, by address: gloo's thread has hold of their storages
-        self.arrived: list[tuple[Any, int]] = []        # and those just waited for: it may still let go of them
         self.alive: list[tuple[StorageWeakRef, int]] = []
         self.gathered = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.alive += [(StorageWeakRef(x.untyped_storage()), size) for x, size in self.arrived]
-        self.arrived = []
         out = func(*args, **(kwargs or {}))
         name = func._opname
-        if name == "wait_tensor" and (size := self.coming.pop(args[0].data_ptr(), 0)):
-            self.arrived.append((out, size))
         if func.namespace != "_c10d_functional" or name not in SENT or args[0].numel() < self.least:
             return out
         sent = int(SENT[name](args[0].numel(), self.size))
@@ -66,7 +60,7 @@ class Counted(TorchDispatchMode):
         self.bytes[name] += sent * args[0].element_size()
         self.calls[name] += 1
         if name == "all_gather_into_tensor":
-            self.coming[out.data_ptr()] = out.numel() * out.element_size()
+            self.alive.append((StorageWeakRef(out.untyped_storage()), out.numel() * out.element_size()))
             self.gathered = max(self.gathered, self.least_alive())
         return out
 
@@ -74,8 +68,7 @@ class Counted(TorchDispatchMode):
         """Gathered bytes that are alive; a few looks where they are the most so far, as gloo lets go a moment after its wait."""
         for _ in range(10):
             self.alive = [(ref, n) for ref, n in self.alive if not ref.expired()]
-            found = sum(self.coming.values()) + sum(n for _, n in (*self.arrived, *self.alive))
-            if found <= self.gathered:
+            if (found := sum(n for _, n in self.alive)) <= self.gathered:
                 break
             time.sleep(0.001)
         return found
