@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fspeed.shard.piece import live, parted, replace_live
 from fspeed.shard.pytree import tree_leaves, tree_map
@@ -24,6 +25,11 @@ def in_trace() -> bool:
 def in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_replay() -> bool:
+    """Whether operations are recorded to be replayed: those that are done now must be done again, in the same order."""
+    return any(getattr(mode, "replays", False) for mode in _get_current_dispatch_mode_stack())
 
 
 def in_jvp() -> bool:

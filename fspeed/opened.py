@@ -2,7 +2,9 @@
 
 A *view* makes a stored group usable and says how gradients come home:
 
-    usable, pull = view(name, stored);    pull(gradient of usable) = gradient of stored
+    usable, pull = view(name, stored);    pull(gradient of usable) = gradient of stored, or `Later` it
+
+A gradient that comes later goes home past autograd: backward goes on meanwhile, and `Late` has it in the end.
 
 A *wrapper* `wrap(fn, at)` goes round every opened layer, outside all views.
 """
@@ -58,6 +60,7 @@ class Opened:
     random: bool = True                                     # whether the loss gets a key
     weights: dict[str, Tensor] | None = None                # of each term of the loss, in the whole batch
     prepare: Callable = lambda batch: batch                 # what the loss sees of a batch's data
+    late: "Late | None" = None                              # takes gradients that come later; None: they are waited for
 
     def through(self, *views: View) -> "Opened":
         return replace(self, views=(*self.views, *views))
@@ -74,7 +77,7 @@ class Opened:
     def see(self, state: Any) -> Callable[[str, Any], Any]:
         """From a stored group, with its name, to what the loss sees of it."""
         plain = state.params.skeleton.plain
-        return lambda name, stored: stored if not self.views and name in plain else see(self.views, name, stored)
+        return lambda name, stored: stored if not self.views and name in plain else see(self.views, name, stored, self.late)
 
     def opener(self, state: Any, key: Key | None) -> Callable:
         index = {n: i for i, n in enumerate(n for n in state.params.names if n != ROOT)}
@@ -98,7 +101,7 @@ class Opened:
 
 
 # ---------------------------------------------------------------- views
-def see(views: tuple[View, ...], name: str, stored: Any) -> Any:
+def see(views: tuple[View, ...], name: str, stored: Any, late: "Late | None" = None) -> Any:
     """A stored group as a loss sees it: through all views, the gradient's way home being the views' own."""
     if not views:
         return thaw(stored)
@@ -108,9 +111,14 @@ def see(views: tuple[View, ...], name: str, stored: Any) -> Any:
 
     def run(*xs: Tensor):
         usable, pull = through(views, name, replace_live(stored, xs))
-        back = live_form(usable)
+        back, like = live_form(usable), [(x.shape, x.dtype, x.device) for x in xs]
         seen.append(usable)
-        return live(usable), lambda cotangents: live(pull(back(cotangents)))
+
+        def home(cotangents):
+            grads = pull(back(cotangents))
+            return late.take(name, grads, like) if late is not None and isinstance(grads, Later) else live(settled(grads))
+
+        return live(usable), home
 
     outs = _See.apply(run, *live(stored))
     return thaw(replace_live(seen.pop(), outs))
@@ -122,7 +130,7 @@ def through(views: tuple[View, ...], name: str, stored: Any) -> tuple[Any, Calla
     for view in views:
         stored, pull = view(name, stored)
         pulls.append(pull)
-    return stored, lambda cotangent: functools.reduce(lambda c, pull: pull(c), reversed(pulls), cotangent)
+    return stored, lambda cotangent: functools.reduce(passed, reversed(pulls), cotangent)
 
 
 class _See(torch.autograd.Function):
@@ -153,3 +161,56 @@ def differentiable(fn: Callable[[str, Any], Any]) -> View:
         return usable, pull
 
     return view
+
+
+# ---------------------------------------------------------------- gradients that come later
+@dataclass(frozen=True)
+class Later:
+    """What a pull gives when its result is under way: `wait()`, once, is the result."""
+    wait: Callable[[], Any]
+
+
+def settled(x: Any) -> Any:
+    """x, waited for if it comes later."""
+    return x.wait() if isinstance(x, Later) else x
+
+
+def passed(cotangent: Any, pull: Callable[[Any], Any]) -> Any:
+    """pull(cotangent), which comes later if the cotangent does."""
+    return Later(lambda: settled(pull(cotangent.wait()))) if isinstance(cotangent, Later) else pull(cotangent)
+
+
+class Late:
+    """Gradients of stored groups that come home past autograd, one group at a time being under way.
+
+    Autograd is handed zeros without memory in their place, so whatever it does with them, at any depth, reads nothing.
+    """
+
+    def __init__(self):
+        self.coming: tuple[str, Later, list] | None = None
+        self.home: dict[str, list[Tensor]] = {}
+        self.zeros: list[Tensor] = []
+
+    def take(self, name: str, grads: Later, like: list) -> list[Tensor]:
+        """Zeros of the shapes, dtypes and devices that stored leaves have; the gradients of the group before are waited for."""
+        self.arrive()
+        self.coming = name, grads, [dtype for _, dtype, _ in like]
+        zeros = [torch.zeros((), dtype=dtype, device=device) for _, dtype, device in like]
+        self.zeros += zeros
+        return [zero.expand(shape) for zero, (shape, _, _) in zip(zeros, like, strict=True)]
+
+    def arrive(self) -> None:
+        """Wait for the gradients under way; a group that was used before adds them to those that it has."""
+        if self.coming is None:
+            return
+        (name, grads, dtypes), self.coming = self.coming, None
+        new = [g.to(dtype) for g, dtype in zip(live(grads.wait()), dtypes, strict=True)]
+        self.home[name] = list(map(torch.add, self.home[name], new)) if name in self.home else new
+
+    def into(self, grads: Any) -> Any:
+        """Autograd's gradients, with those that came past it."""
+        self.arrive()
+        nothing = {x.untyped_storage().data_ptr() for x in self.zeros}
+        both = lambda past, g: past if g.untyped_storage().data_ptr() in nothing else past + g
+        put = lambda name, group: replace_live(group, map(both, self.home[name], live(group)))
+        return grads.map(lambda name, group: put(name, group) if name in self.home else group)

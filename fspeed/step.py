@@ -19,7 +19,7 @@ from torch import Tensor
 from fspeed import random
 from fspeed.grad import closed_over, in_torch_func, in_trace, vjp, watched
 from fspeed.loss import BUFFERS, ROWS, new_buffers
-from fspeed.opened import At, Opened, View, through
+from fspeed.opened import At, Late, Opened, View, settled, through
 from fspeed.shard.collectives import all_gather, psum
 from fspeed.shard.mesh import Axis
 from fspeed.shard.piece import only_live, parted
@@ -81,12 +81,15 @@ def value_and_grad(
 
     Backward starts from one(total) times the seed.
     """
+    late = Late()
+    opened = replace(loss, late=late)
+
     def total(params):
-        metrics = loss(state._replace(params=params), batch)
+        metrics = opened(state._replace(params=params), batch)
         return metrics["loss"].total, metrics
 
     out, pull, metrics = vjp(total, state.params, [x for _, x in closed_over(loss.loss)], batch.data)
-    return metrics, pull((one(out) * loss.seed).to(out.dtype))
+    return metrics, late.into(pull((one(out) * loss.seed).to(out.dtype)))
 
 
 def value_only(loss: Opened, state: State, batch: Batch) -> tuple[Metrics, None]:
@@ -458,7 +461,7 @@ def once_a_step(view: View) -> Callable[[Grads], Grads]:
                 return usable
 
             metrics, grads = inner(replace(loss, views=()), state._replace(params=state.params.map(use)), batch)
-            return metrics, None if grads is None else grads.map(lambda name, g: pulls[name](g))
+            return metrics, None if grads is None else grads.map(lambda name, g: settled(pulls[name](g)))
 
         return run
 

@@ -3,6 +3,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,6 +14,9 @@ from torch import Tensor
 from .collectives import all_gather, reduce_scatter
 from .mesh import Axis
 from .pytree import VIEWS, register, tree_flatten, tree_leaves, tree_structure, tree_unflatten
+from .wire import start_all_gather, start_reduce_scatter
+
+Start = Callable[[Tensor, Axis], Callable[[], Tensor]]      # starts a collective; what it returns waits for the result
 
 ALIGN = 16      # elements: shards start where 128-bit loads can
 
@@ -253,24 +257,40 @@ def gather(piece: Piece) -> Any:
 
     Cost: (N-1)/N of the group's bytes sent by each rank, one all-gather a buffer; its leaves are views of the buffers.
     """
-    bounds = [piece.layout.bounds(i, piece.axis.size) for i in range(len(piece.value))]
-    buffers = [_gathered(x.value if is_frozen(x) else x, b, piece.axis) for x, b in zip(piece.value, bounds, strict=True)]
-    return unpack(buffers, piece.layout)
+    return _start_gather(piece, lambda x, axis: partial(all_gather, x, axis))()
 
 
-def _gathered(x: Any, bounds: tuple[int, ...], axis: Axis) -> Any:
+def start_gather(piece: Piece) -> Callable[[], Any]:
+    """Start to `gather`, where nobody differentiates: a function that waits for the group, to be called once.
+
+    >>> from fspeed.shard.mesh import mesh
+    >>> finish = start_gather(shard({"w": torch.arange(5.)}, mesh(data=1).axis("data")))
+    >>> finish()["w"]
+    tensor([0., 1., 2., 3., 4.])
+    """
+    return _start_gather(piece, lambda x, axis: start_all_gather(x, axis).wait)
+
+
+def _start_gather(piece: Piece, start: Start) -> Callable[[], Any]:
+    layout, bounds = piece.layout, [piece.layout.bounds(i, piece.axis.size) for i in range(len(piece.value))]
+    values = [x.value if is_frozen(x) else x for x in piece.value]
+    finish = [_gathered(x, b, piece.axis, start) for x, b in zip(values, bounds, strict=True)]
+    return lambda: unpack([wait() for wait in finish], layout)
+
+
+def _gathered(x: Any, bounds: tuple[int, ...], axis: Axis, start: Start) -> Callable[[], Any]:
     if is_gone(x):
-        return GONE
+        return lambda: GONE
     if x.is_complex():
-        return torch.view_as_complex(_gathered(torch.view_as_real(x), bounds, axis))
+        pairs = _gathered(torch.view_as_real(x), bounds, axis, start)
+        return lambda: torch.view_as_complex(pairs())
     if not bounds[-1]:
-        return x
+        return lambda: x
     sizes = [stop - start for start, stop in pairwise(bounds)]
     if min(sizes) == max(sizes):
-        return all_gather(x, axis)
-    padded = torch.cat([x, x.new_zeros(max(sizes) - len(x), *x.shape[1:])])
-    parts = all_gather(padded, axis).split(max(sizes))
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        return start(x, axis)
+    wait, largest = start(torch.cat([x, x.new_zeros(max(sizes) - len(x), *x.shape[1:])]), axis), max(sizes)
+    return lambda: torch.cat([part[:size] for part, size in zip(wait().split(largest), sizes, strict=True)])
 
 
 def scatter(grads: Any, piece: Piece, dtype: torch.dtype | None = None) -> Piece:
@@ -283,22 +303,39 @@ def scatter(grads: Any, piece: Piece, dtype: torch.dtype | None = None) -> Piece
 
     Cost: (N-1)/N of the gradients' bytes sent by each rank, one reduce-scatter a live buffer.
     """
-    layout, leaves = piece.layout, iter(tree_leaves(grads))
+    return _start_scatter(grads, piece, dtype, lambda x, axis: partial(reduce_scatter, x, axis))()
+
+
+def start_scatter(grads: Any, piece: Piece, dtype: torch.dtype | None = None) -> Callable[[], Piece]:
+    """Start to `scatter`, where nobody differentiates: a function that waits for the shard, to be called once.
+
+    >>> from fspeed.shard.mesh import mesh
+    >>> piece = shard({"w": torch.arange(5.)}, mesh(data=1).axis("data"))
+    >>> start_scatter({"w": torch.ones(5)}, piece)().value[0][:6]
+    tensor([1., 1., 1., 1., 1., 0.])
+    """
+    return _start_scatter(grads, piece, dtype, lambda x, axis: start_reduce_scatter(x, axis).wait)
+
+
+def _start_scatter(grads: Any, piece: Piece, dtype: torch.dtype | None, start: Start) -> Callable[[], Piece]:
+    axis, layout, leaves = piece.axis, piece.layout, iter(tree_leaves(grads))
     per_leaf = [None if layout.buckets[at].frozen else next(leaves) for at in layout.place]
-    out = []
+    finish: list[Callable[[], Any]] = []
     for i, bucket in enumerate(layout.buckets):
         mine = _members(per_leaf, layout, i)
-        out.append(GONE if bucket.frozen else _scattered(mine, bucket, piece.axis, dtype))
-    return Piece(tuple(out), piece.axis, 1, layout)
+        finish.append((lambda: GONE) if bucket.frozen else _scattered(mine, bucket, axis, dtype, start))
+    return lambda: Piece(tuple(wait() for wait in finish), axis, 1, layout)
 
 
-def _scattered(leaves: list[Tensor], bucket: Bucket, axis: Axis, dtype: torch.dtype | None) -> Tensor:
+def _scattered(leaves: list[Tensor], bucket: Bucket, axis: Axis, dtype: torch.dtype | None, start: Start) -> Callable[[], Tensor]:
     if not bucket.numel:
-        return leaves[0].reshape(-1)
+        empty = leaves[0].reshape(-1)
+        return lambda: empty
     flat = pack(leaves, bucket, axis.size, dtype or at_least_float32(leaves[0].dtype))
     if flat.is_complex():
-        return torch.view_as_complex(reduce_scatter(torch.view_as_real(flat), axis))
-    return reduce_scatter(flat, axis)
+        pairs = start(torch.view_as_real(flat), axis)
+        return lambda: torch.view_as_complex(pairs())
+    return start(flat, axis)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

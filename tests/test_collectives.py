@@ -349,7 +349,7 @@ def test_a_start_does_not_wait_for_the_others() -> None:
 
 
 def test_what_runs_at_once_has_short_names_in_gloo() -> None:
-    """Longer ones than 15 characters corrupt the heap when two complete at once: thousands of gathers, eight at a time, died of it."""
+    """Names longer than 15 characters corrupt the heap when two collectives complete at once."""
 
     def on_rank() -> set[str]:
         axis, x = mesh(a=3).axis("a"), torch.ones(9)

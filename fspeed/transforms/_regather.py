@@ -11,6 +11,9 @@ class Regathered:
     """What one step's layers made again for backward: the weights of one use of one layer at a time."""
 
     def __init__(self):
+        self.drop()
+
+    def drop(self, grads=()):
         self.use, self.leaves = None, ()
 
     def around(self, opening, at):
@@ -40,7 +43,7 @@ class Use:
         self.index = {storage(x): i for i, x in reversed(list(enumerate(leaves))) if x.numel() and storage(x) not in kept}
         node = next((x.grad_fn for x in leaves if x.grad_fn is not None), None)
         if node is not None:
-            node.register_prehook(self.drop)        # its gradients are all there: the layer's backward is over
+            node.register_prehook(slot.drop)        # its gradients are all there: the layer's backward is over
 
     def pack(self, x: Tensor):
         at = self.index.get(storage(x)) if x.layout == torch.strided and x.numel() else None
@@ -51,6 +54,7 @@ class Use:
             return saved
         at, dtype, conj, neg, *where = saved
         if self.slot.use is not self:
+            self.slot.drop()
             with torch.no_grad():
                 self.slot.use, self.slot.leaves = self, tree_leaves(self.view(self.stored))
         base = self.slot.leaves[at].untyped_storage()
@@ -58,9 +62,6 @@ class Use:
         x = torch.empty(0, dtype=dtype, device=base.device).set_(base, offset, shape, stride)
         x = x.conj() if conj else x
         return torch._neg_view(x) if neg else x
-
-    def drop(self, grads):
-        self.slot.use, self.slot.leaves = None, ()
 
 
 def storage(x: Tensor) -> int:

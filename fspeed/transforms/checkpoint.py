@@ -230,6 +230,7 @@ class Saved:
 
 class Intercepted(TorchDispatchMode):
     """Chosen operations go through `instead`, which is given the operation to do."""
+    replays = True
 
     def __init__(self, saved: Saved, instead: Callable[[Callable[[], Any]], Any]):
         super().__init__()

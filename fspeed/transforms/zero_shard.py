@@ -1,13 +1,16 @@
 """ZeRO: every rank keeps a slice of every group, of its gradients and of its moments."""
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from fspeed.grad import in_torch_func
-from fspeed.opened import through
+from fspeed.grad import in_torch_func, in_trace, watched
+from fspeed.opened import Later, View, passed, through
 from fspeed.shard.mesh import Mesh
-from fspeed.shard.piece import Piece, gather, live, scatter, shard
-from fspeed.step import Batch, Grads, State, Step, at_each_use, inside, once_a_step, outside, over, placed
+from fspeed.shard.piece import Piece, gather, live, scatter, shard, start_gather, start_scatter
+from fspeed.step import Batch, Grads, State, Step, inside, once_a_step, outside, over, placed
+from fspeed.transforms._ahead import Ahead
 from fspeed.transforms._regather import Regathered
 
 
@@ -16,7 +19,8 @@ def zero_shard(step: Step, mesh: Mesh, *, axis: str = "data", stage: int = 3, pe
 
     Stage 1 gathers every group once a step and scatters its gradients once a step. Stage 2 gathers once and scatters at each
     use. Stage 3 gathers and scatters at each use: what a layer gathered is freed after it and gathered again for its
-    backward, without computing anything again. What is in no layer (`layers=` of `fs.step`) is gathered at once.
+    backward, without computing anything again. What is in no layer (`layers=` of `fs.step`) is gathered at once. While a layer
+    computes, in eager mode, the layer that followed it the last time is gathered, and gradients of the one before are reduced.
 
     Args:
         step: a step.
@@ -56,10 +60,9 @@ def zero_shard(step: Step, mesh: Mesh, *, axis: str = "data", stage: int = 3, pe
     if stage == 1:
         return outside(step, on_reduce(once_a_step), **fields)
     if stage == 2:
-        return outside(step, gathered_once(lambda group: True), **fields)
+        return outside(step, gathered(lambda group: True, {}), **fields)
     small = lambda group: sum(x.numel() for x in live(group)) * ax.size <= persist
-    step = outside(step, gathered_once(small) if persist else on_reduce(at_each_use), **fields)
-    return inside(step, regathered)
+    return inside(outside(step, gathered(small if persist else lambda group: False, {}), **fields), regathered)
 
 
 def gather_view(dtype: torch.dtype | None):
@@ -73,7 +76,7 @@ def gather_view(dtype: torch.dtype | None):
 def home(piece: Piece, dtype: torch.dtype | None):
     """The way home of a gathered group's gradients; it keeps the layout and no value."""
     layout = Piece((), piece.axis, piece.holders, piece.layout)
-    return lambda grads: scatter(grads, layout, dtype)
+    return lambda g: scatter(g, layout, dtype) if watched(g) or in_trace() else Later(start_scatter(g, layout, dtype))
 
 
 def on_reduce(wrapper) -> Any:
@@ -81,22 +84,42 @@ def on_reduce(wrapper) -> Any:
     return lambda inner: lambda loss, state, batch: wrapper(gather_view(loss.reduce))(inner)(loss, state, batch)
 
 
-def gathered_once(kept) -> Any:
-    """Groups that are `kept` are gathered once a step, the others at each use; gradients are scattered at each use."""
+def gathered(kept, orders: dict[bool, list[str]]) -> Any:
+    """Groups that are `kept` are gathered once a step, the others at each use; gradients are scattered at each use.
+
+    Gathers are under way before they are needed: the kept ones from the start, the next layer's while a layer is used. In what
+    order layers are used is remembered in `orders`, with and without gradients. Views that stand outside take part.
+    """
     def wrap(inner: Grads) -> Grads:
         def run(loss, state: State, batch: Batch):
-            gather_at_use = gather_view(loss.reduce)
-            once = () if in_torch_func() else [(n, g) for n, g in state.params.items() if kept(g)]     # else its derivative is lost
-            whole = {name: through((*loss.views, gather_at_use), name, group)[0] for name, group in once}
-
-            def view(name: str, piece):
-                return (whole[name], home(piece, loss.reduce)) if name in whole else gather_at_use(name, piece)
-
-            return inner(loss.through(view), state, batch)
+            begin = begun(loss.views, loss.reduce)
+            plain = not in_torch_func()             # else its derivative is lost
+            once = {n: cache(begin(n, g)) for n, g in state.params.items() if plain and kept(g)}
+            eager = plain and not in_trace()
+            ahead = Ahead(begin, state.params, orders.get(loss.random, []) if eager else [])
+            view = lambda name, stored: once[name]() if name in once and not in_torch_func() else ahead(name, stored)
+            out = inner(replace(loss, views=(view,)), state, batch)
+            for finish in once.values():
+                finish()
+            if eager:
+                orders[loss.random] = ahead.close()
+            return out
 
         return run
 
     return wrap
+
+
+def begun(views: tuple[View, ...], dtype: torch.dtype | None):
+    """Views and a gather as one that can be started: (name, stored) -> a function that waits for (usable, pull)."""
+    def begin(name: str, stored: Any):
+        piece, pull = through(views, name, stored)
+        back = home(piece, dtype)
+        finish = partial(gather, piece) if watched(piece) or in_trace() else start_gather(piece)
+        pulled = lambda grads: passed(back(grads), pull)        # it must not hold what was gathered
+        return lambda: (finish(), pulled)
+
+    return begin
 
 
 def regathered(inner: Grads) -> Grads:

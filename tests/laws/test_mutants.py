@@ -7,7 +7,7 @@ import pytest
 
 from fspeed import optim, random
 from fspeed.grad import in_backward
-from fspeed.opened import Opened
+from fspeed.opened import Late, Opened
 from fspeed.shard import piece
 from fspeed.shard.pytree import tree_map
 from fspeed.step import Step, outside
@@ -17,6 +17,7 @@ from fspeed.testing.stacks import TRANSFORMS
 from fspeed.transforms import accumulate as accumulate_file
 from fspeed.transforms import checkpoint as checkpoint_file
 from fspeed.transforms import data_parallel as data_parallel_file
+from fspeed.transforms._ahead import Ahead
 
 
 def grads_times(factor):
@@ -58,18 +59,32 @@ def broken(target, attribute, fault):
     return enter
 
 
+def then(pending, change):
+    """A collective under way whose result is changed."""
+    return replace(pending, finish=lambda: change(pending.finish()))
+
+
 MUTANTS = {
     "a reduction lost": (("data_parallel",), data_parallel_file, "summed", lambda f: lambda group, axis, dtype: group),
     "a reduction doubled": (("data_parallel",), data_parallel_file, "summed", lambda f: lambda g, a, d: f(f(g, a, d), a, d)),
-    "a scatter off by a thousandth": (("zero3",), piece, "reduce_scatter", lambda f: lambda x, axis: f(x, axis) * 1.001),
-    "a scatter that only slices": (
-        ("zero1",), piece, "reduce_scatter", lambda f: lambda x, axis: x[axis.rank * len(x) // axis.size:][:len(x) // axis.size]
+    "a scatter off by a thousandth": (
+        ("zero3",), piece, "start_reduce_scatter", lambda f: lambda x, axis: then(f(x, axis), lambda y: y * 1.001)
     ),
-    "a shard of another rank": (("zero2",), piece, "all_gather", lambda f: lambda x, axis: f(x, axis).roll(len(x))),
+    "a scatter that only slices": (
+        ("zero1",), piece, "start_reduce_scatter",
+        lambda f: lambda x, axis: then(f(x, axis), lambda y: x[axis.rank * len(y):][:len(y)]),
+    ),
+    "a shard of another rank": (
+        ("zero2",), piece, "start_all_gather", lambda f: lambda x, axis: then(f(x, axis), lambda y: y.roll(len(x)))
+    ),
+    "a gradient that never comes home": (("zero3",), Late, "arrive", lambda f: lambda self: setattr(self, "coming", None)),
+    "the weights of another layer": (
+        ("zero3",), Ahead, "take", lambda f: lambda self, name, stored: f(self, "blocks/0", self.stored["blocks/0"])
+    ),
     "a microbatch lost": (("accumulate", "zero1"), accumulate_file, "split", lambda f: lambda b, n: [*f(b, n)[:-1], f(b, n)[0]]),
     "rows numbered from zero on every rank": (
         ("zero3",), Step, "numbered",
-        lambda f: lambda self, b: (lambda x, n: (x._replace(rows=x.rows - x.rows.min()), n))(*f(self, b)),
+        lambda f: lambda self, b: (lambda x, n: (x._replace(rows=x.rows - x.rows.min()), n))(*f(self, b))
     ),
     "rows off by one": (
         ("zero3",), Step, "numbered", lambda f: lambda self, b: (lambda x, n: (x._replace(rows=x.rows + 1), n))(*f(self, b))
