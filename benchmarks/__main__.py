@@ -13,6 +13,7 @@ NAMES = {
     "adam": "optimizers on the CPU: AdamW against PyTorch's, DeepSpeed's and plain C; Lion and LAMB",
     "overhead": "one process, eager: against the same loop written by hand",
     "jit": "one process, compiled: against torch.compile and the loop written by hand",
+    "depth": "how long a step takes to compile, by its number of layers",
     "zero": "two ranks over gloo (and four): against DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed",
     "overlap": "ZeRO-3 on two hosts joined at 1 Gbit/s: against FSDP2 (needs root)",
 }

@@ -1,8 +1,8 @@
 """Functions on trees, compiled: traced once for each structure and shapes, then one call of what the compiler made."""
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fspeed.grad import in_trace, watched
 from fspeed.graph.counters import once
+from fspeed.graph.early import early, has_collectives, late
+from fspeed.graph.regather import regather
 from fspeed.graph.remat import rematerialize
 from fspeed.graph.trace import traced
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_paths, tree_unflatten
@@ -26,9 +28,11 @@ Backend = Callable[[fx.GraphModule, list], Callable[[list], Any]]
 
 def inductor(graph: fx.GraphModule, inputs: list) -> Callable[[list], Any]:
     """torch's compiler."""
-    from torch._inductor.compile_fx import compile_fx_inner  # seconds to import
+    from torch._inductor import config  # seconds to import
+    from torch._inductor.compile_fx import compile_fx_inner
 
-    return compile_fx_inner(graph, inputs)
+    with config.patch(reorder_for_peak_memory=config.reorder_for_peak_memory and not has_collectives(graph)):
+        return compile_fx_inner(graph, inputs)      # that order would have each collective waited for where it starts
 
 
 def eager(graph: fx.GraphModule, inputs: list) -> Callable[[list], Any]:
@@ -87,26 +91,37 @@ def made(fn, name, args, backend, log, why, seeded, in_place):
         graph, inputs, spec = traced(lambda seed, args: fn(*args, seed=seed), (torch.ones(()), args))
     else:
         graph, inputs, spec = traced(fn, args)
-    operations = len(graph.graph.nodes)
-    tell = partial(print, end="", file=sys.stderr, flush=True) if backend is not eager else lambda text: None
-    tell(f"jit: compiling {name}, {operations:,} operations{why} ...")
-    if backend is not eager:
-        once(graph)
-        _recursive_joint_graph_passes(graph)
-    if seeded:
-        inputs = without_seed(graph, inputs, again=backend is not eager)
-    count = len(tree_leaves(args[0])) if in_place else 0
-    write_over(graph, count)
-    output = next(n for n in graph.graph.nodes if n.op == "output")
-    output.args = (tuple(output.args[0]),)
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-    graph.recompile()
-    mode = next(x.fake_mode for x in inputs if isinstance(x, FakeTensor))
-    with torch.no_grad(), tracing(TracingContext(mode)):
-        run = backend(graph, inputs)
-    log.append(f"{name}: {operations:,} operations, {time.monotonic() - begun:.1f} s{why}")
-    tell(f" {time.monotonic() - begun:.1f} s\n")
+    plain, operations = backend is eager, len(graph.graph.nodes)
+    with told(f"{name}: {operations:,} operations", why, log, begun, quiet=plain):
+        if not plain:
+            once(graph)
+            _recursive_joint_graph_passes(graph)
+        if seeded:
+            inputs = without_seed(graph, inputs, again=not plain)
+        for improve in (regather, early, late):
+            improve(graph)
+        count = len(tree_leaves(args[0])) if in_place else 0
+        write_over(graph, count)
+        output = next(n for n in graph.graph.nodes if n.op == "output")
+        output.args = (tuple(output.args[0]),)
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        graph.recompile()
+        mode = next(x.fake_mode for x in inputs if isinstance(x, FakeTensor))
+        with torch.no_grad(), tracing(TracingContext(mode)):
+            run = backend(graph, inputs)
     return run, lambda outs, leaves: tree_unflatten(spec, [*leaves[:count], *outs])
+
+
+@contextmanager
+def told(what: str, why: str, log: list[str], begun: float, quiet: bool = False) -> Iterator[None]:
+    """Say on stderr what is being compiled and how long it took, and note it in the log."""
+    if not quiet:
+        print(f"jit: compiling {what}{why} ...", end="", file=sys.stderr, flush=True)
+    yield
+    seconds = f"{time.monotonic() - begun:.1f} s"
+    log.append(f"{what}, {seconds}{why}")
+    if not quiet:
+        print(f" {seconds}", file=sys.stderr, flush=True)
 
 
 def without_seed(graph: fx.GraphModule, inputs: list, again: bool) -> list:

@@ -1,23 +1,29 @@
 """Layers, compiled one by one: forward and backward of each kind of layer, once, for all layers of its shapes."""
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
 
 from fspeed.grad import in_torch_func, in_trace
+from fspeed.graph.compiled import Backend, eager, told
+from fspeed.graph.trace import fake_mode
 from fspeed.opened import Opening
 from fspeed.shard.pytree import tree_flatten, tree_unflatten
 
 
-def compiled_layer(backend: Callable, limit: int) -> Callable:
+def compiled_layer(backend: Backend, log: list[str], limit: int) -> Callable:
     """A wrapper round every layer: what is inside all views is compiled, for each function, structure and shapes once.
 
     Args:
         backend: from a graph and fake inputs to a function of a list of tensors.
-        limit: how many compilations there may be of one layer function.
+        log: gets a line for each compilation, of forward and of backward.
+        limit: how many shapes of one layer function may be compiled.
     """
     cache: dict = {}
 
@@ -36,20 +42,20 @@ def compiled_layer(backend: Callable, limit: int) -> Callable:
         key = spec, others, tuple((x.shape, x.dtype, x.stride(), x.device) for x in tensors), grads
         found = cache.setdefault(fn, {})
         if key not in found:
+            name = f"layer {getattr(fn, '__name__', fn)}"
             if len(found) == limit:
                 raise RuntimeError(
-                    f"jit: layer {getattr(fn, '__name__', fn)} was compiled {limit} times, for other shapes each time; "
+                    f"jit: {name} was compiled {limit} times, for other shapes each time; "
                     "pad batches to a few shapes, or raise limit="
                 )
-            found[key] = made(fn, spec, len(leaves), others, backend)
-        call, box = found[key]
-        outs = call(*tensors)
-        return tree_unflatten(box["spec"], outs)
+            found[key] = made(fn, name, spec, len(leaves), others, backend, log)
+        return found[key](*tensors)
 
     return wrap
 
 
-def made(fn: Callable, spec: Any, count: int, others: tuple, backend: Callable) -> tuple[Callable, dict]:
+def made(fn: Callable, name: str, spec: Any, count: int, others: tuple, backend: Backend, log: list[str]) -> Callable:
+    """A layer, compiled at its first call: a function of the tensors among its leaves; the others are as they were."""
     from torch._inductor.decomposition import select_decomp_table  # seconds to import
 
     box: dict = {}
@@ -61,10 +67,24 @@ def made(fn: Callable, spec: Any, count: int, others: tuple, backend: Callable) 
         outs, box["spec"] = tree_flatten(fn(*args, **kwargs))
         return outs
 
-    compiler = lambda graph, inputs: boxed(backend(graph, inputs))
-    return aot_function(
-        flat, compiler, compiler, min_cut_rematerialization_partition, decompositions=select_decomp_table()
-    ), box
+    def compiler(part: str, graph: fx.GraphModule, inputs: list) -> Callable:
+        what = f"{name}, {part}: {len(graph.graph.nodes):,} operations"
+        with told(what, "", log, time.monotonic(), quiet=backend is eager):
+            return boxed(backend(graph, inputs))
+
+    call = aot_function(
+        flat, partial(compiler, "forward"), partial(compiler, "backward"), min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+
+    def run(*tensors: Tensor) -> Any:
+        if box:
+            return tree_unflatten(box["spec"], call(*tensors))
+        with tracing(TracingContext(fake_mode())):
+            outs = call(*tensors)
+        return tree_unflatten(box["spec"], outs)
+
+    return run
 
 
 def boxed(run: Callable) -> Callable:

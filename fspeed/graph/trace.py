@@ -8,7 +8,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from fspeed.shard.pytree import tree_flatten, tree_unflatten
 
@@ -43,14 +43,19 @@ def traced(fn: Callable, args: tuple) -> tuple[fx.GraphModule, list[FakeTensor],
         outs, box["spec"] = tree_flatten(fn(*tree_unflatten(spec, xs)))
         return outs
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(x) for x in leaves]
+    mode = fake_mode()
+    fakes = [mode.from_tensor(x, static_shapes=True) for x in leaves]
     with torch.no_grad(), by_line(fn):
         graph = make_fx(flat, select_decomp_table())(*fakes)
         if any(mutates(n) for n in graph.graph.nodes):
             graph = make_fx(functionalize(graph), select_decomp_table())(*fakes)
     graph.graph.eliminate_dead_code()
     return graph, fakes, box["spec"]
+
+
+def fake_mode() -> FakeTensorMode:
+    """Tensors without values; the empty environment of shapes is what Inductor's cache on disk asks for."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 def mutates(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@ import torch
 from torch import Tensor
 
 from fspeed.grad import in_backward, in_torch_func, in_trace
+from fspeed.graph.regather import marked
 from fspeed.opened import Opening
 from fspeed.shard.pytree import tree_leaves, tree_map
 
@@ -22,9 +23,11 @@ class Regathered:
             return opening          # a shard of a shard: the innermost frees what all views made
 
         def run(stored, *args, **kwargs):
-            if not torch.is_grad_enabled() or in_torch_func() or in_trace() or in_backward():
+            if not torch.is_grad_enabled() or in_torch_func() or in_backward():
                 return opening(stored, *args, **kwargs)     # nothing is kept, or it is used at once
             usable = opening.view(stored)
+            if in_trace():
+                return opening.fn(marked(usable), *args, **kwargs)
             use = Use(self, opening, stored, usable)
             with torch.autograd.graph.saved_tensors_hooks(use.pack, use.unpack):
                 return opening.fn(usable, *args, **kwargs)

@@ -1,6 +1,6 @@
 """Compiled steps: forward, backward and collectives as one graph, the update as another, or as the optimizer's own pass."""
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,9 @@ def jit(
         TypeError: when called: the loss's Python looks at a tensor's value; the message has the line.
         RuntimeError: when called: over `limit` compilations; or with a state that was donated before.
 
-    Cost: activations that cost only arithmetic are computed again in backward, as by torch.compile.
+    Cost: activations that cost only arithmetic are computed again in backward, as by torch.compile. Under ZeRO-3 each layer's
+        gather starts a layer early, its reduction ends a layer late, and all but the last are gathered again for backward. What was
+        compiled is kept on disk by Inductor, and found there by the next process.
 
     >>> from fspeed import optim
     >>> from fspeed.loss import mean
@@ -54,8 +56,24 @@ def jit(
     make = backend if callable(backend) else BACKENDS[backend]
     step = donated(step) if donate else step
     if scope == "layer":
-        return inside(step, on_loss(lambda loss: loss.wrapped(compiled_layer(make, limit))))
+        log: list[str] = []
+        wrap = compiled_layer(make, log, limit)
+        return replace(inside(step, on_loss(lambda loss: loss.wrapped(wrap))), run=Logged(step.run, log))
     return replace(step, run=Compiled(make, limit))
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A step's calls as they were, beside a log of what is compiled inside them."""
+    run: Callable
+    mine: list[str]
+
+    def __call__(self, calls: Calls, step: Step) -> Calls:
+        return self.run(calls, step)
+
+    @property
+    def log(self) -> list[str]:
+        return [*getattr(self.run, "log", ()), *self.mine]
 
 
 class Compiled:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fspeed.grad import in_torch_func, in_trace, watched
+from fspeed.graph.regather import kept as kept_in_graph
 from fspeed.opened import Later, View, passed, through
 from fspeed.shard.mesh import Mesh
 from fspeed.shard.piece import Piece, gather, live, scatter, shard, start_gather, start_scatter
@@ -97,7 +98,13 @@ def gathered(kept, orders: dict[bool, list[str]]) -> Any:
             once = {n: cache(begin(n, g)) for n, g in state.params.items() if plain and kept(g)}
             eager = plain and not in_trace()
             ahead = Ahead(begin, state.params, orders.get(loss.random, []) if eager else [])
-            view = lambda name, stored: once[name]() if name in once and not in_torch_func() else ahead(name, stored)
+
+            def view(name: str, stored: Any):
+                if name not in once or in_torch_func():
+                    return ahead(name, stored)
+                usable, pull = once[name]()
+                return (kept_in_graph(usable) if in_trace() else usable), pull
+
             out = inner(replace(loss, views=(view,)), state, batch)
             for finish in once.values():
                 finish()

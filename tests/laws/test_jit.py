@@ -3,13 +3,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from test_trace import OneAndHalf
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fspeed as fs
 from fspeed import optim
 from fspeed.shard.pytree import tree_leaves
-from fspeed.testing import assert_close, check_stack, splits, stacks
+from fspeed.testing import assert_close, check_stack, ranks, splits, stacks
 from fspeed.testing.check import ROWS
-from fspeed.testing.count import allocated_peak
+from fspeed.testing.count import Counted, allocated_peak
+from fspeed.testing.pool import mesh
 
 square = fs.layer(lambda p, x: torch.tanh(x @ p["w"]))
 PARAMS = {"l": [{"w": torch.eye(8) + 0.1} for _ in range(2)], "b": torch.zeros(8)}
@@ -106,6 +108,65 @@ def test_compilations_are_counted_told_and_bounded(capfd):
     assert first.startswith("the gradients: ") and second.endswith("1 (6, 8) torch.float32 -> (4, 8) torch.float32")
     with pytest.raises(RuntimeError, match=r"compiled 2 times.* now come others: 1 \(4, 8\) torch.float32 -> \(5, 8\)"):
         step(state, torch.ones(5, 8))
+
+
+def order_of_stage_3(backend):
+    """Gathers G, reductions S, waits g and s, and matrix products m of a compiled step of 4 layers, in order; bytes gathered."""
+    params = {"l": [{"w": torch.eye(32)} for _ in range(4)], "b": torch.zeros(32)}
+    step = fs.jit(fs.zero_shard(bare(), mesh(data=2)), backend=backend, donate=True)
+    state, batch, order = step.init(params), torch.ones(3, 32), Order()
+    state, _ = step(state, batch)
+    with order:
+        state, _ = step(state, batch)
+    with Counted(2) as counted:
+        step(state, batch)
+    return "".join(order.seen), counted.gathered
+
+
+class Order(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.size = [], {}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out, name = op(*args, **(kwargs or {})), op._opname
+        letter = {"all_gather_into_tensor": "G", "all_to_all_single": "S", "mm": "m", "addmm": "m"}.get(name, "")
+        if letter in ("G", "S") and out.numel() < 500:
+            return out              # of a few numbers
+        if letter in ("G", "S"):
+            self.size[out.data_ptr()] = letter.lower()
+        if name == "wait_tensor":
+            letter = self.size.pop(args[0].data_ptr(), "")
+        self.seen.append(letter)
+        return out
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_in_the_graph_stage_3_gathers_again_early_and_reduces_late(backend):
+    """A layer is gathered while the one before computes, and, but for the last one, again for backward; two are there at once."""
+    order, gathered = ranks(2)(order_of_stage_3, backend, timeout=120)[0]
+    root, forward, last, backward, first = "GgGm", "gGm" * 3, "mmSm", "gGmsSm" + "gmsSm", "sSs"
+    assert order == root + forward + last + backward + first
+    assert gathered == 2 * 32 * 32 * 4
+
+
+LAYERS = {"layer <lambda>, forward", "layer <lambda>, backward"}
+
+
+@pytest.mark.parametrize("scope, parts", [("step", {"the gradients", "evaluate"}), ("layer", LAYERS)])
+def test_what_was_compiled_is_found_on_disk(scope, parts):
+    """By Inductor's cache of graphs, which asks for an environment of shapes, and for operators that it knows."""
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():
+        for found in ("miss", "hit"):
+            counters.clear()
+            step = fs.jit(bare(), scope=scope)
+            three_steps(step)
+            assert {line.split(":")[0] for line in fs.compilations(step)} == parts
+            seen = {k: n for k, n in counters["inductor"].items() if k.startswith("fxgraph_cache_")}
+            assert seen == {f"fxgraph_cache_{found}": len(fs.compilations(step))}
 
 
 def test_it_is_outermost_wherever_it_stands():
