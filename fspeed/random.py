@@ -169,7 +169,8 @@ def uniform(
         minval, maxval: numbers, or tensors that broadcast to shape; differentiable.
 
     Returns:
-        dtype, of that shape. Bits are jax's, but for float64 between other bounds than 0 and 1: those to one ulp.
+        dtype, of that shape. Bits are jax's, but between other bounds than 0 and 1 for float64 (to one ulp) and,
+        where a CPU has float16 arithmetic, for float16 (to one rounding at the size of the bounds).
 
     >>> uniform(key(42), (3,))
     tensor([0.4887, 0.6798, 0.6163])
