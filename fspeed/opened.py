@@ -1,6 +1,6 @@
 """A loss on stored groups, as data: views through which groups become usable, and wrappers round every layer.
 
-A *view* makes a stored group usable and says how gradients come home:
+A *view* makes a stored group usable, or `Later` it, and says how gradients come home:
 
     usable, pull = view(name, stored);    pull(gradient of usable) = gradient of stored, or `Later` it
 
@@ -106,11 +106,12 @@ def see(views: tuple[View, ...], name: str, stored: Any, late: "Late | None" = N
     if not views:
         return thaw(stored)
     if in_torch_func() or not live(stored):
-        return thaw(through(views, name, stored)[0])
+        return thaw(settled(through(views, name, stored)[0]))
     seen = []
 
     def run(*xs: Tensor):
         usable, pull = through(views, name, replace_live(stored, xs))
+        usable = settled(usable)
         back, like = live_form(usable), [(x.shape, x.dtype, x.device) for x in xs]
         seen.append(usable)
 
@@ -128,7 +129,7 @@ def through(views: tuple[View, ...], name: str, stored: Any) -> tuple[Any, Calla
     """All views of a group as one."""
     pulls = []
     for view in views:
-        stored, pull = view(name, stored)
+        stored, pull = view(name, settled(stored))
         pulls.append(pull)
     return stored, lambda cotangent: functools.reduce(passed, reversed(pulls), cotangent)
 
@@ -178,6 +179,26 @@ def settled(x: Any) -> Any:
 def passed(cotangent: Any, pull: Callable[[Any], Any]) -> Any:
     """pull(cotangent), which comes later if the cotangent does."""
     return Later(lambda: settled(pull(cotangent.wait()))) if isinstance(cotangent, Later) else pull(cotangent)
+
+
+def in_turn(start: Callable[[str, Any], Any], groups: Any) -> Any:
+    """start(name, group) of all groups, each waited for once the next has started: at most two are under way.
+
+    >>> from fspeed.tree import cut
+    >>> whole = cut({"w": torch.ones(2)})
+    >>> in_turn(lambda name, group: Later(lambda: {"w": group["w"] + 1}), whole)["root"]
+    {'w': tensor([2., 2.])}
+    """
+    done: list[Any] = []
+
+    def next_one(name: str, group: Any) -> None:
+        done.append(start(name, group))
+        done[-2:-1] = map(settled, done[-2:-1])
+
+    groups.map(next_one)
+    done[-1:] = map(settled, done[-1:])
+    found = iter(done)
+    return groups.map(lambda name, group: next(found))
 
 
 class Late:

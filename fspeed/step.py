@@ -19,7 +19,7 @@ from torch import Tensor
 from fspeed import random
 from fspeed.grad import closed_over, in_torch_func, in_trace, vjp, watched
 from fspeed.loss import BUFFERS, ROWS, new_buffers
-from fspeed.opened import At, Late, Opened, View, settled, through
+from fspeed.opened import At, Late, Opened, View, in_turn, through
 from fspeed.shard.collectives import all_gather, psum
 from fspeed.shard.mesh import Axis
 from fspeed.shard.piece import only_live, parted
@@ -460,8 +460,8 @@ def once_a_step(view: View) -> Callable[[Grads], Grads]:
                 usable, pulls[name] = through((*loss.views, view), name, group)
                 return usable
 
-            metrics, grads = inner(replace(loss, views=()), state._replace(params=state.params.map(use)), batch)
-            return metrics, None if grads is None else grads.map(lambda name, g: settled(pulls[name](g)))
+            metrics, grads = inner(replace(loss, views=()), state._replace(params=in_turn(use, state.params)), batch)
+            return metrics, None if grads is None else in_turn(lambda name, g: pulls[name](g), grads)
 
         return run
 

@@ -32,7 +32,8 @@ def inductor(graph: fx.GraphModule, inputs: list) -> Callable[[list], Any]:
     from torch._inductor.compile_fx import compile_fx_inner
 
     with config.patch(reorder_for_peak_memory=config.reorder_for_peak_memory and not has_collectives(graph)):
-        return compile_fx_inner(graph, inputs)      # that order would have each collective waited for where it starts
+        # that order would have each collective waited for where it starts
+        return compile_fx_inner(graph, inputs, cpp_wrapper=config.cpp_wrapper)
 
 
 def eager(graph: fx.GraphModule, inputs: list) -> Callable[[list], Any]:

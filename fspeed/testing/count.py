@@ -52,7 +52,7 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func._opname
+        name = func._opname.removesuffix("_")          # in place it sends the same
         if func.namespace != "_c10d_functional" or name not in SENT or args[0].numel() < self.least:
             return out
         sent = int(SENT[name](args[0].numel(), self.size))

@@ -69,7 +69,8 @@ def zero_shard(step: Step, mesh: Mesh, *, axis: str = "data", stage: int = 3, pe
 def gather_view(dtype: torch.dtype | None):
     """The view that gathers a flat shard, and scatters its gradients in a dtype."""
     def view(name: str, piece):
-        return gather(piece), home(piece, dtype)
+        usable = gather(piece) if watched(piece) or in_trace() else Later(start_gather(piece))
+        return usable, home(piece, dtype)
 
     return view
 

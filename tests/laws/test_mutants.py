@@ -7,7 +7,7 @@ import pytest
 
 from fspeed import optim, random
 from fspeed.grad import in_backward
-from fspeed.opened import Late, Opened
+from fspeed.opened import Late, Opened, settled
 from fspeed.shard import piece
 from fspeed.shard.pytree import tree_map
 from fspeed.step import Step, outside
@@ -66,7 +66,7 @@ def then(pending, change):
 
 MUTANTS = {
     "a reduction lost": (("data_parallel",), data_parallel_file, "summed", lambda f: lambda group, axis, dtype: group),
-    "a reduction doubled": (("data_parallel",), data_parallel_file, "summed", lambda f: lambda g, a, d: f(f(g, a, d), a, d)),
+    "a reduction doubled": (("data_parallel",), data_parallel_file, "summed", lambda f: lambda g, *a: f(settled(f(g, *a)), *a)),
     "a scatter off by a thousandth": (
         ("zero3",), piece, "start_reduce_scatter", lambda f: lambda x, axis: then(f(x, axis), lambda y: y * 1.001)
     ),

@@ -1,14 +1,9 @@
 """How ops are made: each way a function is used, with a backward of its own and with its reference's."""
-import doctest
-import importlib
-import pkgutil
-
 import pytest
 import torch
 from torch.func import grad, hessian, jvp, vjp, vmap
 from torch.nn.functional import gelu
 
-import fspeed.ops
 from fspeed.ops.interpret import interpreted, on
 from fspeed.ops.op import Paths, op
 from fspeed.testing.ops import check_op
@@ -122,9 +117,3 @@ def test_interpreted_kernels_run_only_where_asked():
     with interpreted():
         spy(X)
     assert calls
-
-
-@pytest.mark.parametrize("name", [name for _, name, package in pkgutil.iter_modules(fspeed.ops.__path__) if not package])
-def test_docstrings(name):
-    module = importlib.import_module(f"fspeed.ops.{name}")
-    assert doctest.testmod(module, extraglobs={"torch": torch}).failed == 0
