@@ -12,6 +12,10 @@ from fspeed.save import restore as restore
 from fspeed.save import save as save
 from fspeed.shard.launch import init_distributed as init_distributed
 from fspeed.shard.mesh import mesh as mesh
+from fspeed.shard.schedules import gpipe as gpipe
+from fspeed.shard.schedules import interleaved as interleaved
+from fspeed.shard.schedules import one_f_one_b as one_f_one_b
+from fspeed.shard.schedules import zero_bubble as zero_bubble
 from fspeed.step import Batch as Batch
 from fspeed.step import State as State
 from fspeed.step import Step as Step
@@ -25,6 +29,7 @@ from fspeed.transforms.jit import compilations as compilations
 from fspeed.transforms.jit import jit as jit
 from fspeed.transforms.mixed_precision import LossScaling as LossScaling
 from fspeed.transforms.mixed_precision import mixed_precision as mixed_precision
+from fspeed.transforms.pipeline import pipeline as pipeline
 from fspeed.transforms.skip_nonfinite import skip_nonfinite as skip_nonfinite
 from fspeed.transforms.zero_shard import zero_shard as zero_shard
 from fspeed.tree import lazy as lazy

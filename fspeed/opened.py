@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspeed.grad import in_torch_func, vjp
+from fspeed.grad import in_torch_func, in_trace, vjp
 from fspeed.layer import Handle
 from fspeed.loss import as_metrics
 from fspeed.random import Key, fold_in
@@ -89,6 +89,15 @@ class Opened:
             return self.around(Opening(fn, names, see), At(names, i, len(index), state.step, own))
 
         return open
+
+    def stage(self, state: Any, batch: Any, x: Any, start: int, stop: int) -> Any:
+        """What parts start to stop of a `Sequential` make of x: after the last one, the metrics of a batch."""
+        loss: Any = self.loss
+        key = self.key(state, batch.rows)
+        open = self.opener(state, key)
+        get = lambda name: Handle(name, state.params[name], open)
+        out = loss.run(get, x, self.prepare(batch.data), key, start, stop)
+        return as_metrics(out, batch.rows, (), self.weights) if stop == len(loss.parts) else out
 
     def __call__(self, state: Any, batch: Any) -> dict[str, Any]:
         """The metrics of a batch: {"loss": Loss, ...}."""
@@ -207,15 +216,21 @@ class Late:
     Autograd is handed zeros without memory in their place, so whatever it does with them, at any depth, reads nothing.
     """
 
-    def __init__(self):
+    def __init__(self, sums: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype):
+        self.sums = sums                        # from a stored leaf's dtype to that in which its gradients are added
         self.coming: tuple[str, Later, list] | None = None
         self.home: dict[str, list[Tensor]] = {}
+        self.owned: set[str] = set()            # groups whose sums nobody else has
         self.zeros: list[Tensor] = []
+        self.muted = False                      # whether what comes is dropped: it will come again
 
     def take(self, name: str, grads: Later, like: list) -> list[Tensor]:
         """Zeros of the shapes, dtypes and devices that stored leaves have; the gradients of the group before are waited for."""
         self.arrive()
-        self.coming = name, grads, [dtype for _, dtype, _ in like]
+        if self.muted:
+            grads.wait()
+        else:
+            self.coming = name, grads, [self.sums(dtype) for _, dtype, _ in like]
         zeros = [torch.zeros((), dtype=dtype, device=device) for _, dtype, device in like]
         self.zeros += zeros
         return [zero.expand(shape) for zero, (shape, _, _) in zip(zeros, like, strict=True)]
@@ -226,7 +241,12 @@ class Late:
             return
         (name, grads, dtypes), self.coming = self.coming, None
         new = [g.to(dtype) for g, dtype in zip(live(grads.wait()), dtypes, strict=True)]
-        self.home[name] = list(map(torch.add, self.home[name], new)) if name in self.home else new
+        if name not in self.home:
+            self.home[name] = new
+        else:
+            add = torch.Tensor.add_ if name in self.owned and not in_trace() else torch.add
+            self.home[name] = list(map(add, self.home[name], new))
+            self.owned.add(name)
 
     def into(self, grads: Any) -> Any:
         """Autograd's gradients, with those that came past it."""

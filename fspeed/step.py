@@ -130,6 +130,7 @@ class Step:
         extra: what transforms remember: (name, stored parameters -> initial value).
         reduce: the dtype that gradients are summed in over ranks; None: at least float32.
         grads, base: the wrapper of, and the innermost, gradient function.
+        value: what stands in place of `base` when only metrics are wanted.
         update: the wrapper of `apply`, which runs the optimizer.
         own: how a step comes to own the parameters and moments that it writes over: a copy, or, donated, as they are.
         run: from its calls, and the step, to what is run in their place: compiled ones, under `jit`.
@@ -153,6 +154,7 @@ class Step:
     reduce: torch.dtype | None = None
     grads: Callable[[Grads], Grads] = lambda base: base
     base: Grads = value_and_grad
+    value: Grads = value_only
     update: Callable[[Update], Update] = lambda apply: apply
     own: Callable[[Any], Any] = copied
     run: Callable[[Calls, Any], Calls] = lambda calls, step: calls
@@ -209,7 +211,7 @@ class Step:
 
     def measure(self, state: State, batch: Any) -> dict[str, Tensor]:
         """`evaluate` without its checks."""
-        metrics, _ = self._run(Opened(self.loss, self.reduce, random=False), value_only, state, batch)
+        metrics, _ = self._run(Opened(self.loss, self.reduce, random=False), self.value, state, batch)
         return values({name: m for name, m in metrics.items() if name != BUFFERS})
 
     def value_and_grad(self, state: State, batch: Any) -> tuple[Metrics, Any]:
@@ -243,7 +245,7 @@ class Step:
         if self.weights is not None:
             rows = torch.tensor(len(batch.rows), dtype=torch.float64, device=batch.rows.device)
             parts = {name: torch.as_tensor(weight, device=rows.device) for name, weight in self.weights(batch.data).items()}
-            loss = replace(loss, weights=summed({**parts, ROWS: rows}, self.axes))
+            loss = replace(loss, weights=summed({**parts, ROWS: rows}, tuple(a for a in self.axes if a.splits_batch)))
         metrics, grads = self.grads(base)(loss, state, batch)
         metrics = summed(metrics, self.axes)
         return metrics, divided(grads, metrics["loss"].weight * seed)

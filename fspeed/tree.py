@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 import zlib
 from collections import Counter
@@ -16,12 +17,20 @@ from torch import Tensor
 from fspeed.grad import in_torch_func, in_trace
 from fspeed.shard.collectives import all_gather
 from fspeed.shard.mesh import Axis
-from fspeed.shard.piece import Absent, Flat, Frozen, Piece, Tied, gather, thaw
+from fspeed.shard.messages import receive, send_all
+from fspeed.shard.piece import Absent, Flat, Frozen, Piece, Stage, Tied, gather, thaw
 from fspeed.shard.pytree import NAMESPACE, register, tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
 
 ROOT = "root"
 Group = Any                                             # a subtree: what transforms act on
-Place = tuple[str, Callable[[str, Group], Group]]       # in words, and (name, group) -> stored group
+Place = tuple[str, Any]                                 # in words, and (name, group) -> stored group, or `BySizes`
+
+
+class BySizes:
+    """A placement that has to know how many elements every group has: of(sizes) is (name, group) -> stored group."""
+
+    def __init__(self, of: Callable[[dict[str, int]], Callable[[str, Group], Group]]):
+        self.of = of
 
 
 class Lazy:
@@ -179,8 +188,10 @@ def cut(
     _refuse_ties({ROOT: root, **layers})
 
     stored, specs, leaves, prints, plain = [], [], [], {}, set()
-    shared = any(axis.size > 1 for axis in axes) and not in_torch_func() and not in_trace()
     groups = {**({ROOT: root} if root else {}), **{path: t for path, t in layers.items() if first[id(t)] == path}}
+    sizes = functools.cache(lambda: {name: sum(map(elements, tree_leaves(group))) for name, group in groups.items()})
+    steps = [step.of(sizes()) if isinstance(step, BySizes) else step for _, step in place]
+    shared = any(axis.size > 1 for axis in axes) and not in_torch_func() and not in_trace()
     for name, group in groups.items():
         prefix = "" if name == ROOT else name
         made, info = _made(group, prefix, trainable)
@@ -190,7 +201,7 @@ def cut(
             plain.add(name)
         if shared:
             prints.update(fingerprints(made, info))
-        for _, step in place:
+        for step in steps:
             made = made if isinstance(made, Absent) else step(name, made)
         stored.append(made)
     if not any(not leaf.frozen for info in leaves for leaf in info):
@@ -269,6 +280,12 @@ def marked_leaves(group: Group) -> list[Any]:
     return tree_leaves(group, is_leaf=lambda x: isinstance(x, (Frozen, Tied)))
 
 
+def elements(x: Any) -> int:
+    """How many elements a leaf has; a lazy one is made to be counted, and dropped."""
+    x = x.fn(*x.args) if isinstance(x, Lazy) else x
+    return x.numel() if isinstance(x, Tensor) else 0
+
+
 def copied(x: Any) -> Any:
     """A state's own copy of what it is given."""
     return plain(x).clone() if isinstance(x, Tensor) else x
@@ -339,7 +356,7 @@ def whole(tree: Any) -> Any:
     Returns:
         The same tree with plain trees in place of `Groups`; `()` where a gradient or moment of a frozen leaf would be.
 
-    Cost: one all-gather a buffer; call it on every rank.
+    Cost: one all-gather a buffer, and for what only some ranks have, one message a leaf to each other; call it on every rank.
 
     >>> from fspeed.tree import cut
     >>> whole({"mu": cut({"w": torch.ones(2)})})
@@ -348,7 +365,7 @@ def whole(tree: Any) -> Any:
     def joined(node: Any) -> Any:
         if not isinstance(node, Groups):
             return node
-        return join(node.skeleton, {n: thaw(gathered(g)) for n, g in node.items()})
+        return join(node.skeleton, {n: thaw(everywhere(gathered(g))) for n, g in node.items()})
 
     return tree_map(joined, tree, is_leaf=lambda x: isinstance(x, Groups))
 
@@ -359,6 +376,18 @@ def gathered(group: Group) -> Group:
     while any(map(is_piece, tree_leaves(group, is_leaf=is_piece))):
         group = tree_map(lambda x: gather(x) if is_piece(x) else x, group, is_leaf=is_piece)
     return group
+
+
+def everywhere(group: Group) -> Group:
+    """A group that some ranks of an axis have, on all of them."""
+    if isinstance(group, Absent) and group.axis is not None and group.layout is not None:
+        return receive(group.axis, group.layout.owners[0])
+    if not isinstance(group, Piece) or not isinstance(group.layout, Stage):
+        return group
+    axis, (first, *others) = group.axis, group.layout.owners
+    if axis.rank == first:
+        send_all([(rank, group.value) for rank in range(axis.size) if rank not in (first, *others)], axis)
+    return group.value
 
 
 # ---------------------------------------------------------------- values for leaves

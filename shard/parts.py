@@ -2,6 +2,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ class Run(NamedTuple):
 class Lying:
     """Where this rank has its elements of a leaf, and how many parts there are that are not the same. No pytree node."""
     runs: tuple[Run, ...]
-    parts: int = 1
+    parts: int | Fraction = 1
 
 
 def located(stored: Any) -> Any:
@@ -52,7 +53,7 @@ def _within(piece: Piece) -> Any:
     """What a piece of `Lying` buffers is a part of, one level up."""
     size, layout = piece.axis.size, piece.layout
     if not isinstance(layout, Flat):
-        return tree_map(lambda x: Lying(x.runs, x.parts * size // piece.holders), piece.value)
+        return tree_map(lambda x: Lying(x.runs, Fraction(x.parts * size, piece.holders)), piece.value)
     out: list[Any] = []
     for (begin, end), at in zip(offsets(layout), layout.place, strict=True):
         lying, (mine, next_) = piece.value[at], layout.bounds(at, size)[piece.axis.rank :][:2]
@@ -60,7 +61,7 @@ def _within(piece: Piece) -> Any:
             out.append(GONE)
             continue
         runs = [_overlap(run, begin - mine, min(end, next_) - mine) for run in lying.runs]
-        out.append(Lying(tuple(r for r in runs if r.first < r.stop), lying.parts * size // piece.holders))
+        out.append(Lying(tuple(r for r in runs if r.first < r.stop), Fraction(lying.parts * size, piece.holders)))
     return tree_unflatten(layout.spec, out)
 
 

@@ -41,14 +41,16 @@ class Tied:
         return f"Tied({self.at})"
 
 
+class Stage(NamedTuple):
+    """Which ranks of an axis keep a group, the same on each."""
+    owners: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Absent:
-    """A group that other ranks of an axis have. A node without children."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Absent)
-
-    def __hash__(self) -> int:
-        return 0
+    """A group that other ranks of an axis have, as `layout` says. A node without children."""
+    axis: Axis | None = None
+    layout: Stage | None = None
 
 
 class Piece:
@@ -58,7 +60,7 @@ class Piece:
         value: what is kept: a tuple of flat buffers, or a slice. The node's child.
         axis: the mesh axis.
         holders: how many ranks of the axis keep the same.
-        layout: how to rebuild the whole: a `Flat`, or the dim of a slice.
+        layout: how to rebuild the whole: a `Flat`, the dim of a slice, or a `Stage` that says who has the same.
     """
 
     def __init__(self, value: Any, axis: Axis, holders: int, layout: Any):
@@ -78,7 +80,7 @@ node: Any = optree.register_pytree_node
 node(Frozen, lambda x: ((), None), lambda _, none: GONE, namespace=LIVE)
 node(Frozen, lambda x: ((), x), lambda x, none: x, namespace=KEPT)
 node(Frozen, lambda x: ((x.value,), None), lambda _, one: one[0], namespace=SEEN)
-register(Absent, ())
+register(Absent, (), ("axis", "layout"))
 register(Piece, ("value",), ("axis", "holders", "layout"))
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fspeed.optim.leaves import numbers
-from fspeed.shard.piece import GONE, Flat, Piece, is_gone
+from fspeed.shard.piece import GONE, Flat, Piece, Stage, is_gone
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from fspeed.tree import Groups, gathered
 
@@ -40,8 +40,8 @@ def _on_group(f: Callable[..., Any], values: Sequence, group: Any, *states: Any)
 
 def _gathered(group: Any) -> Any:
     whole = gathered(group)
-    for x in tree_leaves(whole, is_leaf=lambda x: isinstance(x, Piece)):
-        if isinstance(x, Piece):
+    for x in tree_leaves(whole, is_leaf=lambda x: isinstance(x, Piece) and not isinstance(x.layout, Stage)):
+        if isinstance(x, Piece) and not isinstance(x.layout, Stage):
             raise ValueError(f"this optimizer needs whole leaves, but one is kept in slices over axis {x.axis.name!r}")
     return whole
 
@@ -54,6 +54,8 @@ def placed_like(stored: Any, leaves: Iterator[Tensor]) -> Any:
 
 def _own_part(piece: Piece, leaves: Iterator[Tensor]) -> Piece:
     layout = piece.layout
+    if isinstance(layout, Stage):
+        return Piece(placed_like(piece.value, leaves), piece.axis, piece.holders, layout)
     inner = tree_unflatten(layout.spec, [GONE if is_gone(piece.value[at]) else 0 for at in layout.place])
     given = iter(tree_leaves(placed_like(inner, leaves)))
     buckets: list[list[Tensor]] = [[] for _ in layout.buckets]

@@ -3,8 +3,9 @@ import torch
 
 from fspeed.grad import watched
 from fspeed.shard.piece import at_least_float32
-from fspeed.shard.pytree import tree_flatten, tree_map, tree_unflatten
+from fspeed.shard.pytree import tree_map
 from fspeed.step import Batch, Grads, State, Step, inside
+from fspeed.transforms._microbatches import split
 
 
 def accumulate(step: Step, microbatches: int) -> Step:
@@ -56,9 +57,3 @@ def accumulate(step: Step, microbatches: int) -> Step:
         return run
 
     return inside(step, wrap)
-
-
-def split(batch: Batch, n: int) -> list[Batch]:
-    """n parts of consecutive rows, as even as may be."""
-    leaves, spec = tree_flatten(batch)
-    return [tree_unflatten(spec, parts) for parts in zip(*(x.tensor_split(n) for x in leaves), strict=True)]
