@@ -12,7 +12,6 @@ from benchmarks.measure import agree, interleaved, ratio
 from benchmarks.overhead import by_hand, functional
 from fspeed.testing.count import allocated_peak
 
-
 CLAIMS = {
     "tiny_vs_eager": "compiled step of a tiny GPT, against the eager loop by hand: CPU time",
     "tiny_vs_compile": "... against torch.compile(model) and fused AdamW",

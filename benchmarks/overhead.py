@@ -11,7 +11,6 @@ from benchmarks import gpt
 from benchmarks.measure import agree, interleaved, ratio
 from fspeed.testing.count import allocated_peak
 
-
 CLAIMS = {
     "time": "eager step of a 17M GPT, against the loop written by hand: CPU time",
     "peak": "... allocated peak",
