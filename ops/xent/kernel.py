@@ -99,7 +99,7 @@ def backward(logits, out, targets, lse, g_lse, g_picked, g_mean, stride, out_str
     if (target < head) | (target >= end):
         target = -1
     logits += base
-    out += to // 16 * 16 if stride == out_stride else to - head
+    out += to - head
     piece(logits, out, 0, head, end, target, shift, a, b, c, True, BLOCK)
     for at in range(BLOCK, end // BLOCK * BLOCK, BLOCK):
         piece(logits, out, at, head, end, target, shift, a, b, c, False, BLOCK)

@@ -32,7 +32,7 @@ def linear_sum(
     each = losses(x, weight, bias)
     out = (each * by).sum()
     found = torch.func.vjp(total, *inputs)[1](torch.ones_like(out)) if gradients else ()
-    return out, each, *found, *(x.new_empty(0) for _ in range(3 - len(found)))
+    return out, each.detach(), *(t.detach() for t in found), *(x.new_empty(0) for _ in range(3 - len(found)))
 
 
 def loss(lse: Tensor, picked: Tensor, mean: Tensor, label_smoothing: float, z_loss: float) -> Tensor:
