@@ -35,6 +35,17 @@ def linear_sum(
     return out, each.detach(), *(t.detach() for t in found), *(x.new_empty(0) for _ in range(3 - len(found)))
 
 
+def linear_sum_shapes(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, by: Tensor, label_smoothing: float, z_loss: float, chunk: int,
+    gradients: bool,
+) -> tuple[Tensor, ...]:
+    """What `linear_sum` returns, with no numbers."""
+    found = [torch.empty_like(t) for t in (x, weight, bias) if t is not None] if gradients else []
+    dtype = accumulator(x.dtype)
+    return (
+        x.new_empty((), dtype=dtype), x.new_empty(targets.shape, dtype=dtype), *found, *(x.new_empty(0) for _ in range(3 - len(found))))
+
+
 def loss(lse: Tensor, picked: Tensor, mean: Tensor, label_smoothing: float, z_loss: float) -> Tensor:
     """lse - (1 - s) picked - s mean + z lse^2. The mean is not looked at where s = 0: it may be -inf."""
     out = lse - (1 - label_smoothing) * picked
