@@ -7,8 +7,8 @@ token. So ranks that hold a part of the vocabulary each need no more than these 
 
 Of V logits a token with D features, plain: 6 N V D FLOPs, and 3 N V numbers at the peak. In chunks there are three ways:
 
-- the gradient with the loss, while a chunk's logits are there: 6 N V D, no logits held. The weights' gradient adds up tokens, so what
-  each token counts must be known in forward: `linear_cross_entropy_sum` takes that as an argument, and its cotangent is a scalar.
+- the gradient with the loss, while a chunk's logits are there: 6 N V D, no logits held. The weights' gradient adds up tokens, so
+  what each token counts must be known in forward: `linear_cross_entropy_sum` takes that as an argument, and its cotangent is a scalar.
 - the logits again in backward: 8 N V D, a third more, and any cotangent a token: `linear_cross_entropy`.
 - logits kept in fewer bits: other gradients, and 1/4 of the peak at best. Not done.
 """
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..op import Paths, of_kernel, one_by_one, op
+from fspeed.ops.op import Paths, of_kernel, one_by_one, op
+
 from . import cpu, reference
 from .chunks import Chunks
 
@@ -32,7 +33,7 @@ kernels_in_chunks = Chunks(kernels.statistics, kernels.exponentials_, cpu.pick)
 
 
 def rows_of(fn: Callable, rows: tuple[int, ...], size: int) -> Callable:
-    """A vmap rule: one more dim in front of the tensors `rows`; the op on one of a batch after another where others have one too."""
+    """A vmap rule: one more dim in front of the tensors `rows`; the op on one of a batch after another where others have one."""
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
         if any(d is not None for i, d in enumerate(in_dims) if i not in rows):
             return one_by_one(fn)(info, in_dims, *args)
@@ -122,8 +123,8 @@ def linear_cross_entropy(
 
 
 def linear_cross_entropy_sum(
-    x: Tensor, weight: Tensor, targets: Tensor, by: Tensor | None = None, *, bias: Tensor | None = None, label_smoothing: float = 0.,
-    z_loss: float = 0., ignore_index: int = -100, chunk: int | None = None,
+    x: Tensor, weight: Tensor, targets: Tensor, by: Tensor | None = None, *, bias: Tensor | None = None,
+    label_smoothing: float = 0., z_loss: float = 0., ignore_index: int = -100, chunk: int | None = None,
 ) -> Tensor:
     """sum(by * linear_cross_entropy(x, W, targets)), with the gradients computed while the logits are there.
 
@@ -152,7 +153,7 @@ def linear_cross_entropy_sum(
     check_linear("linear_cross_entropy_sum", x, weight, bias)
     ones = torch.ones(targets.shape, dtype=reference.accumulator(x.dtype), device=x.device)
     if by is not None and by.shape != targets.shape:
-        raise ValueError(f"linear_cross_entropy_sum: by has shape {tuple(by.shape)}, and must have the targets' {tuple(targets.shape)}")
+        raise ValueError(f"linear_cross_entropy_sum: by is {tuple(by.shape)}, and must be as the targets, {tuple(targets.shape)}")
     counted = kept(ones if by is None else by.to(ones.dtype), targets, len(weight), ignore_index)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     return linear_sum(
@@ -165,8 +166,8 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """`cross_entropy` of logits whose last dim is cut over ranks, on every rank.
 
-    The collectives are true transposes, so a loss counts on each rank that returns it: what is summed over the ranks is the gradient of
-    the sum of all ranks' losses, the size of the axis times one rank's.
+    The collectives are true transposes, so a loss counts on each rank that returns it: what is summed over the ranks is the gradient
+    of the sum of all ranks' losses, the size of the axis times one rank's.
 
     Args:
         local_logits: (..., V on this rank).
@@ -249,13 +250,13 @@ def check(name: str, what: str, x: Tensor, targets: Tensor, label_smoothing: flo
     if not x.is_floating_point() or targets.is_floating_point() or targets.dtype == torch.bool:
         raise ValueError(f"{name}: {what} of {x.dtype}, targets of {targets.dtype}; expected floats, and integers")
     if x.dim() < 1 or x.shape[:-1] != targets.shape:
-        raise ValueError(f"{name}: {what} {tuple(x.shape)}, targets {tuple(targets.shape)}; expected the shape of {what} but its last dim")
+        raise ValueError(f"{name}: {what} {tuple(x.shape)}, targets {tuple(targets.shape)}; expected {what}'s but the last dim")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"{name}: label_smoothing is {label_smoothing}, and must be in [0, 1]")
 
 
 def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
-        raise ValueError(f"{name}: weight {tuple(weight.shape)} of {weight.dtype}; expected (V, {x.shape[-1]}) of {x.dtype}, as x has it")
+        raise ValueError(f"{name}: weight {tuple(weight.shape)} of {weight.dtype}; expected (V, {x.shape[-1]}) of {x.dtype}")
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype):
         raise ValueError(f"{name}: bias {tuple(bias.shape)} of {bias.dtype}; expected ({len(weight)},) of {x.dtype}")

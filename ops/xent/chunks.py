@@ -1,4 +1,4 @@
-"""A linear layer's logits, in chunks of tokens: what is wanted of a chunk is taken while it is there, and the next one takes its place.
+"""A linear layer's logits, in chunks of tokens: what is wanted of one is taken while it is there; the next takes its place.
 
 A chunk's gradient is dlogits = a e + b [target] + c / V with numbers a, b, c a token and e = exp(logits - their largest). So the
 only work on a chunk but its three matrix products is e: a scales rows of x and of e W, b and c add rows of W and x.

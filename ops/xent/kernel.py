@@ -1,14 +1,15 @@
 """Rows of logits in Triton: log-sum-exp, target and mean in one pass; the gradient in one pass; e in place in a second one.
 
-A row may start anywhere. It is read from the last address before it that is a multiple of 16 elements, so its loads are 128 bits wide
-whatever the vocabulary; only the first and the last block have masks.
+A row may start anywhere. It is read from the last address before it that is a multiple of 16 elements, so its loads are 128 bits
+wide whatever the vocabulary; only the first and the last block have masks.
 """
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..interpret import on
+from fspeed.ops.interpret import on
+
 from .reference import accumulator
 
 BLOCK, WARPS = 4096, 8

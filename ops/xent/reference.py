@@ -43,7 +43,8 @@ def linear_sum_shapes(
     found = [torch.empty_like(t) for t in (x, weight, bias) if t is not None] if gradients else []
     dtype = accumulator(x.dtype)
     return (
-        x.new_empty((), dtype=dtype), x.new_empty(targets.shape, dtype=dtype), *found, *(x.new_empty(0) for _ in range(3 - len(found))))
+        x.new_empty((), dtype=dtype), x.new_empty(targets.shape, dtype=dtype), *found,
+        *(x.new_empty(0) for _ in range(3 - len(found))))
 
 
 def loss(lse: Tensor, picked: Tensor, mean: Tensor, label_smoothing: float, z_loss: float) -> Tensor:

@@ -3,8 +3,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fspeed.ops.aot import compiled  # noqa: E402
-from fspeed.ops.xent.kernel import BLOCK, WARPS, backward, forward  # noqa: E402
+from fspeed.ops.aot import compiled
+from fspeed.ops.xent.kernel import BLOCK, WARPS, backward, forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
 NUMBERS = ("lse", "picked", "mean", "g_lse", "g_picked", "g_mean")
