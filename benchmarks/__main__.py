@@ -16,6 +16,7 @@ NAMES = {
     "overhead": "one process, eager: against the same loop written by hand",
     "jit": "one process, compiled: against torch.compile and the loop written by hand",
     "depth": "how long a step takes to compile, by its number of layers",
+    "xent": "head and cross entropy of a language model, without the logits: against plain PyTorch",
     "zero": "two ranks over gloo (and four): against DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed",
     "overlap": "ZeRO-3 on two hosts joined at 1 Gbit/s: against FSDP2 (needs root)",
 }
