@@ -16,7 +16,7 @@ Spec = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class Slices:
-    """How a group comes to be stored over an axis: `rule(name, group)`, each leaf cut along the dim that its spec gives the axis."""
+    """How a group comes to be stored: `rule(name, group)`, each leaf cut along the dim that its spec gives the axis."""
     who: str
     axis: Axis
     specs: tuple[tuple[str, Spec], ...]
@@ -25,15 +25,23 @@ class Slices:
         prefix = "" if name == ROOT else f"{name}/"
         leaf = lambda x: isinstance(x, (Piece, Frozen, Tied))
         leaves, spec = tree_flatten(group, is_leaf=leaf)
-        paths = tree_paths(group, is_leaf=leaf)
-        return tree_unflatten(spec, [self.cut((prefix + path).rstrip("/"), x) for path, x in zip(paths, leaves, strict=True)])
+        paths = [(prefix + path).rstrip("/") for path in tree_paths(group, is_leaf=leaf)]
+        for path, x in zip(paths, leaves, strict=True):
+            if isinstance(x, Tied) and self.spec(path)[1] != self.spec(paths[x.at])[1]:
+                pair = f"{paths[x.at]!r} and {path!r}"
+                raise ValueError(f"{self.who}: {pair} are one leaf, but have different specs; give both the same")
+        return tree_unflatten(spec, map(self.cut, paths, leaves))
+
+    def spec(self, path: str) -> tuple[Spec, int | None]:
+        """A leaf's spec, and the dim that the axis divides."""
+        spec = next((spec for pattern, spec in self.specs if matches(pattern, path)), ())
+        return spec, spec.index(self.axis.name) if self.axis.name in spec else None
 
     def cut(self, path: str, x: Any) -> Any:
-        found = tree_leaves(x)
-        spec = next((spec for pattern, spec in self.specs if matches(pattern, path)), ())
-        if self.axis.name not in spec or not found:
+        spec, dim = self.spec(path)
+        if dim is None or not tree_leaves(x):
             return x
-        dim, shape = spec.index(self.axis.name), tuple(found[0].shape)
+        shape = tuple(tree_leaves(x)[0].shape)
         if len(spec) > len(shape):
             raise ValueError(f"{self.who}: the spec {spec} of {path!r} has {len(spec)} dims, the leaf has the shape {shape}")
         if shape[dim] % self.axis.size:

@@ -19,7 +19,7 @@ def tensor_shard(step: Step, mesh: Mesh, specs: Mapping[str, tuple[str | None, .
         mesh: from `fs.mesh`.
         specs: a glob over key paths -> of each dim the axis that divides it, or None; dims at the end may be left out. The first
             pattern that matches a leaf counts, names of other axes are left to other transforms, and a leaf without a spec is
-            whole on every rank. A tied leaf goes by its first path.
+            whole on every rank. Tied leaves have one spec.
         axis: the mesh axis to divide over; batches are not split along it.
 
     Returns:
@@ -28,7 +28,7 @@ def tensor_shard(step: Step, mesh: Mesh, specs: Mapping[str, tuple[str | None, .
     Raises:
         ValueError: when built: a spec names an axis that the mesh has not, or one twice, or none names `axis`; another transform
             uses the axis. By `init`, with the leaf's path: a pattern matches no leaf, a spec has more dims than its leaf, or the
-            ranks do not divide a dim.
+            ranks do not divide a dim, or leaves that are tied have different specs.
         TypeError: a spec is no tuple of names and None.
 
     Cost: for R elements in whole leaves, T ranks and m microbatches a rank sends 2mR(T-1)/T elements a step, in one message for
@@ -54,7 +54,7 @@ def tensor_shard(step: Step, mesh: Mesh, specs: Mapping[str, tuple[str | None, .
         if unknown := set(names) - set(known):
             raise ValueError(f"tensor_shard: the spec for {pattern!r} names axis {min(unknown)!r}, which {mesh} has not")
         if len(set(names)) < len(names):
-            raise ValueError(f"tensor_shard: the spec {spec} for {pattern!r} names an axis twice; an axis divides one dim of a leaf")
+            raise ValueError(f"tensor_shard: the spec {spec} for {pattern!r} names an axis twice; it divides one dim of a leaf")
     if not any(axis in spec for spec in specs.values()):
         raise ValueError(f"tensor_shard: no spec names axis {axis!r}, so it would divide nothing; got {dict(specs)}")
     return sliced(step, "tensor_shard", ax, specs)
