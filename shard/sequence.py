@@ -1,7 +1,7 @@
 """Attention over a sequence that an axis divides: by heads for positions (Ulysses), or with keys and values going round (ring).
 
-A sequence is cut into 2 N equal chunks, of which rank r of N has the r-th and the r-th from the end, in this order: so under a causal
-mask every rank has equal work at every moment.
+A sequence is cut into 2 N equal chunks, of which rank r of N has the r-th and the r-th from the end, in this order: so under a
+causal mask every rank has equal work at every moment.
 """
 import torch
 import torch.nn.functional as F

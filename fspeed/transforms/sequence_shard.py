@@ -3,9 +3,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import torch
 
-from fspeed.opened import Opened
 from fspeed.random import Key
 from fspeed.shard.mesh import Axis, Mesh
 from fspeed.shard.pytree import tree_flatten, tree_paths, tree_unflatten
@@ -67,8 +65,8 @@ def parts(batch: Any, axis: Axis, dim: int, chosen: Callable[[str], bool]) -> An
 def position_key(key: Key | None, length: int, axis: Axis) -> Key | None:
     """A key whose rows are the positions at hand of all sequences: (rows, length, ...) flattened to (rows * length, ...).
 
-    What it draws for a position depends on no axis: `dropout(position_key(key, length, axis), x.flatten(0, 1), rate)` is the part at
-    hand of `dropout(key, whole x, rate)`.
+    What it draws for a position depends on no axis: `dropout(position_key(key, length, axis), x.flatten(0, 1), rate)` is the part
+    at hand of `dropout(key, whole x, rate)`.
 
     Args:
         key: a loss's.
@@ -76,6 +74,7 @@ def position_key(key: Key | None, length: int, axis: Axis) -> Key | None:
         axis: the ranks that share sequences.
 
     >>> import fspeed as fs
+    >>> import torch
     >>> key = Key(fs.random.key(0), torch.arange(2))
     >>> part = position_key(key, 2, Axis("seq", 0, 0, 2, None))
     >>> torch.equal(fs.random.uniform_rows(part, (3,)).view(2, 2, 3), fs.random.uniform_rows(key, (4, 3))[:, [0, 3]])
