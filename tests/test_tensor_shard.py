@@ -23,6 +23,7 @@ from fspeed.transforms.tensor_shard import tensor_shard
 
 VOCAB, WIDTH, LENGTH, ROWS, HEAD = 12, 8, 4, 6, 2
 M = "model"
+ONE = Axis("model", 1, 0, 1, None)
 SPECS = {
     "wte": (M, None), "head": (M,),
     "blocks/*/[qkvu]": (M,), "blocks/*/[od]": (None, M), "blocks/*/ub": (M,), "blocks/*/frozen": (M,),
@@ -39,10 +40,8 @@ def batch(seed, rows):
     return x, x.roll(-1, 1)
 
 
-def transformer(axis, sequence=None, rate=0.2):
+def transformer(axis, sequence=None):
     """Tied embedding, dropout, a layer used twice, masked targets, frozen leaves that are divided and that are not."""
-    whole = axis if sequence is None else None
-
     @fs.layer
     def block(p, x, key):
         n = F.layer_norm(x, (WIDTH,), p["ln"])
@@ -50,7 +49,7 @@ def transformer(axis, sequence=None, rate=0.2):
         x = x + tensor.parallel_attention(n, *weights, axis, head_dim=HEAD, sequence_dim=sequence)
         h = F.gelu(tensor.column_parallel_linear(x * p["mix"], p["u"], axis, p["ub"], sequence_dim=sequence)) * p["frozen"]
         h = tensor.row_parallel_linear(h, p["d"], axis, p["db"], sequence_dim=sequence)
-        return x + (h if key is None or whole is None else random.dropout(key, h, rate))
+        return x + (h if key is None or sequence is not None else random.dropout(key, h, 0.2))
 
     def loss(params, data, key):
         x, y = data
@@ -83,11 +82,21 @@ def trajectory(stack, split, model, optimizer=None, sequence=None):
 
 
 def check(stack, split, model, tolerance=2e-5, **kwargs):
-    """bf16 rounds each part of a sum over the axis to 8 bits, and the bare step only the whole: tenths of the greatest element."""
     low = [name for name in stack if name in PRECISIONS]
     expected = ranks(1)(trajectory, low, (ROWS,), 1, *kwargs.values())[0]
     for got in ranks(len(split) * model)(trajectory, stack, split, model, *kwargs.values()):
-        assert_close(got, expected, 0.1 if low else tolerance, f"{' > '.join(stack)} on {split} x {model}")
+        where = f"{' > '.join(stack)} on {split} x {model}"
+        if low:
+            assert_near(got["params"], expected["params"], where)
+        else:
+            assert_close(got, expected, tolerance, where)
+
+
+def assert_near(got, expected, where):
+    """A short dtype rounds every part of a sum: a leaf may be off, but all of them only by a tenth of the way gone."""
+    flat = lambda tree: torch.cat([x.reshape(-1).double() for x in tree_leaves(tree)])
+    start = flat(transformer(ONE).params)
+    assert (flat(got) - flat(expected)).norm() <= 0.1 * (flat(expected) - start).norm(), where
 
 
 splits = st.integers(0, ROWS).map(lambda n: (n, ROWS - n))
@@ -177,7 +186,7 @@ def test_a_state_in_slices_is_saved_and_restored(tmp_path):
 # ---------------------------------------------------------------- cost
 def sent_and_held(microbatches):
     m = grid(1, 2)
-    p = transformer(m.axis("model"), rate=0.0)
+    p = transformer(m.axis("model"))
     step = tensor_shard(fs.step(p.loss, optim.adam(0.1), layers=p.layers), m, SPECS)
     step = fs.accumulate(step, microbatches)
     state = step.init(p.params)
@@ -257,9 +266,6 @@ def test_cross_entropy_is_torchs(half, rows, scale):
 
 
 # ---------------------------------------------------------------- mistakes
-ONE = Axis("model", 1, 0, 1, None)
-
-
 def bare(specs=None, model=1, params=None, **kwargs):
     step = fs.step(lambda p, x, key: fs.mean(p["w"] * x), optim.sgd(0.1))
     return tensor_shard(step, mesh(data=1, model=model), specs or {"w": (M,)}, **kwargs).init(params or {"w": torch.ones(3, 2)})

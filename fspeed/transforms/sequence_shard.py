@@ -3,7 +3,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-
 from fspeed.random import Key
 from fspeed.shard.mesh import Axis, Mesh
 from fspeed.shard.pytree import tree_flatten, tree_paths, tree_unflatten
