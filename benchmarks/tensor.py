@@ -20,7 +20,8 @@ from fspeed.transforms.tensor_shard import tensor_shard
 CLAIMS = {"time": "tensor parallel on 2 ranks, against torch's parallelize_module: time"}
 OURS, TORCH = "fspeed tensor_shard", "parallelize_module"
 SPECS = {
-    "tok/weight": ("model",), "head/weight": ("model",), "blocks/*/[qkvu]/weight": ("model",), "blocks/*/[od]/weight": (None, "model")
+    "tok/weight": ("model",), "head/weight": ("model",),
+    "blocks/*/[qkvu]/weight": ("model",), "blocks/*/[od]/weight": (None, "model"),
 }
 
 

@@ -41,8 +41,8 @@ def mixture_of_experts(
 
         C = max(min_capacity, ceil(k tokens capacity_factor / E))
 
-    choices, all first choices before all second ones, each in the order of the tokens; tokens being the most that any rank has. What
-    is dropped depends on how the batch is divided, as it does in every framework: it is the one exception to equal answers.
+    choices, all first choices before all second ones, each in the order of the tokens; tokens being the most that any rank has.
+    What is dropped depends on how the batch is divided, as it does in every framework: it is the one exception to equal answers.
 
     Args:
         x: (tokens, width), this rank's.
@@ -82,9 +82,9 @@ def mixture_of_experts(
     kept = place < room
     slot = torch.where(kept, chosen * room + place, count * room).t().reshape(-1)         # the last is for what is dropped
     sent = x.new_zeros(count * room + 1, x.shape[1]).index_add(0, slot, x.repeat(k, 1))[:-1]
-    arrived = all_to_all(sent.view(count, room, -1), axis, split_dim=0, concat_dim=1)
+    arrived = all_to_all(sent.view(count, room, x.shape[1]), axis, split_dim=0, concat_dim=1)
     back = all_to_all(experts(params, arrived), axis, split_dim=1, concat_dim=0).flatten(0, 1)
-    found = torch.cat((back, back.new_zeros(1, back.shape[1])))[slot].unflatten(0, (k, -1))
+    found = torch.cat((back, back.new_zeros(1, back.shape[1])))[slot].unflatten(0, (k, len(x)))
     out = (found * gates.t().unsqueeze(-1).to(found.dtype)).sum(0)
     balance, z = losses(logits, probabilities, chosen[:, 0], over or (axis,))
     return Mixed(out, balance, z, (~kept).sum())
@@ -94,13 +94,13 @@ def places(chosen: Tensor, count: int) -> Tensor:
     """How many choices of the same expert come before each: first choices first, in the order of tokens. (tokens, k)."""
     ones = torch.nn.functional.one_hot(chosen.t().reshape(-1), count)
     before = (ones.cumsum(0) - ones).mul(ones).sum(-1)
-    return before.unflatten(0, (chosen.shape[1], -1)).t()
+    return before.view(chosen.shape[1], len(chosen)).t()
 
 
 def capacity(chosen: Tensor, count: int, tokens: int, axis: Axis, factor: float | None, least: int) -> int:
     """How many choices an expert takes of each rank."""
     if factor is None:
-        return int(pmax(torch.bincount(chosen.reshape(-1), minlength=count).max(), axis))
+        return max(1, int(pmax(torch.bincount(chosen.reshape(-1), minlength=count).max(), axis)))
     most = int(pmax(torch.tensor(tokens, device=chosen.device), axis))
     return max(least, math.ceil(chosen.shape[1] * most * factor / count))
 

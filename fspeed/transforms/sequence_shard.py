@@ -40,6 +40,7 @@ def sequence_shard(
 
     Source: Jacobs et al., arXiv 2309.14509; Liu et al., arXiv 2310.01889.
 
+    >>> import torch
     >>> import fspeed as fs
     >>> m = fs.mesh(seq=1)
     >>> s = sequence_shard(fs.step(lambda p, x, key: fs.mean(p["w"] * x), fs.optim.sgd(1.)), m)
