@@ -5,7 +5,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ..interpret import on
+from fspeed.ops.interpret import on
+
 from . import flash
 from .layout import Blocks
 from .work import Work, work_list
@@ -86,8 +87,8 @@ def merge(work: Work, copies: int, shared: int, parts: Tensor, part_lse: Tensor 
     if work.places:
         heads, N, D = out.shape[1:]
         on(flash.merge, out)[(len(work.splits) * copies * triton.cdiv(block, 16),)](
-            parts, parts if part_lse is None else part_lse, out, parts if lse is None else lse, work.splits, copies, heads, shared, N,
-            HEAD=D, DIM=max(16, triton.next_power_of_2(D)), BLOCK=block, TILE=16, SOFTMAX=softmax)
+            parts, parts if part_lse is None else part_lse, out, parts if lse is None else lse, work.splits, copies, heads,
+            shared, N, HEAD=D, DIM=max(16, triton.next_power_of_2(D)), BLOCK=block, TILE=16, SOFTMAX=softmax)
 
 
 def work_of(side: Blocks, q: Tensor, block: int, N: int) -> tuple[Work, int, int]:

@@ -7,8 +7,9 @@ token. So ranks that hold a part of the vocabulary each need no more than these 
 
 Of V logits a token with D features, plain: 6 N V D FLOPs, and 3 N V numbers at the peak. In chunks there are three ways:
 
-- the gradient with the loss, while a chunk's logits are there: 6 N V D, no logits held. The weights' gradient adds up tokens, so
-  what each token counts must be known in forward: `linear_cross_entropy_sum` takes that as an argument, and its cotangent is a scalar.
+- the gradient with the loss, while a chunk's logits are there: 6 N V D, no logits held. The weights' gradient adds up tokens,
+  so what each token counts must be known in forward: `linear_cross_entropy_sum` takes that as an argument, and its cotangent is
+  a scalar.
 - the logits again in backward: 8 N V D, a third more, and any cotangent a token: `linear_cross_entropy`.
 - logits kept in fewer bits: other gradients, and 1/4 of the peak at best. Not done.
 """
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspeed.ops.op import Paths, of_kernel, one_by_one, op
+from fspeed.ops.op import Op, Paths, of_kernel, one_by_one, op
 
 from . import cpu, reference
 from .chunks import Chunks
@@ -45,18 +46,18 @@ def rows_of(fn: Callable, rows: tuple[int, ...], size: int) -> Callable:
     return vmap
 
 
-row_statistics = op(
+row_statistics: Op = op(
     "xent_statistics(Tensor logits, Tensor targets) -> (Tensor, Tensor, Tensor)", reference.statistics,
     cuda=kernels.statistics, cpu=cpu.statistics, backward=Paths(cpu.statistics_backward, kernels.statistics_backward),
     vmap=lambda *args: rows_of(row_statistics, (0, 1), 3)(*args))
 
-linear_statistics = op(
+linear_statistics: Op = op(
     "xent_linear_statistics(Tensor x, Tensor weight, Tensor? bias, Tensor targets, int chunk) -> (Tensor, Tensor, Tensor)",
     reference.linear_statistics, cuda=kernels_in_chunks.statistics, cpu=in_chunks.statistics,
     backward=Paths(in_chunks.statistics_backward, kernels_in_chunks.statistics_backward),
     vmap=lambda *args: rows_of(linear_statistics, (0, 3), 3)(*args))
 
-linear_sum = op(
+linear_sum: Op = op(
     "xent_linear_sum(Tensor x, Tensor weight, Tensor? bias, Tensor targets, Tensor by, float label_smoothing, float z_loss, "
     "int chunk, bool gradients) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference.linear_sum, cuda=kernels_in_chunks.sum, cpu=in_chunks.sum, saves=4,
@@ -89,7 +90,8 @@ def cross_entropy(
     N. Gimelshein, arXiv 1805.02867 (log-sum-exp in one pass).
     """
     check("cross_entropy", "logits", logits, targets, label_smoothing)
-    losses = reference.loss(*row_statistics(logits, targets), label_smoothing, z_loss)
+    lse, picked, mean = row_statistics(logits, targets)
+    losses = reference.loss(lse, picked, mean, label_smoothing, z_loss)
     return kept(losses, targets, logits.shape[-1], ignore_index)
 
 
@@ -118,8 +120,8 @@ def linear_cross_entropy(
     """
     check("linear_cross_entropy", "x", x, targets, label_smoothing)
     check_linear("linear_cross_entropy", x, weight, bias)
-    found = linear_statistics(x, weight, bias, targets, chunk or tokens(len(weight)))
-    return kept(reference.loss(*found, label_smoothing, z_loss), targets, len(weight), ignore_index)
+    lse, picked, mean = linear_statistics(x, weight, bias, targets, chunk or tokens(len(weight)))
+    return kept(reference.loss(lse, picked, mean, label_smoothing, z_loss), targets, len(weight), ignore_index)
 
 
 def linear_cross_entropy_sum(
@@ -141,7 +143,7 @@ def linear_cross_entropy_sum(
 
     Returns: a number, in float32, or float64 for such x.
     Raises: ValueError where shapes, dtypes or ranges are others.
-    Cost: 6 N V D FLOPs where a gradient is wanted (2 N V D if not), none of them in backward; chunk V numbers held, and the gradients
+    Cost: 6 N V D FLOPs where a gradient is wanted (2 N V D if not), none of them in backward; chunk V numbers held, and gradients
         twice, as backward multiplies them by its cotangent.
 
     >>> linear_cross_entropy_sum(torch.zeros(3, 2), torch.ones(4, 2), torch.tensor([0, 3, -100]))
@@ -166,7 +168,7 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """`cross_entropy` of logits whose last dim is cut over ranks, on every rank.
 
-    The collectives are true transposes, so a loss counts on each rank that returns it: what is summed over the ranks is the gradient
+    The collectives are true transposes, so a loss counts on each rank that returns it: summed over the ranks, that is the gradient
     of the sum of all ranks' losses, the size of the axis times one rank's.
 
     Args:

@@ -40,13 +40,13 @@ class Chunks:
     ) -> tuple[Tensor, ...]:
         """`reference.linear_sum`."""
         if not gradients:
-            found = ()
-            stats = self.statistics(x, weight, bias, targets, chunk)
+            found: list[Tensor] = []
+            lse, picked, mean = self.statistics(x, weight, bias, targets, chunk)
         else:
             each = cotangents(by, label_smoothing, z_loss)
             lse, picked, *found = self.gradients(x, weight, bias, targets, each, chunk)
-            stats = lse, picked, mean_of(x, weight, bias).view(targets.shape) if label_smoothing else lse
-        losses = loss(*stats, label_smoothing, z_loss)
+            mean = mean_of(x, weight, bias).view(targets.shape) if label_smoothing else lse
+        losses = loss(lse, picked, mean, label_smoothing, z_loss)
         return (losses * by).sum(), losses, *found, *(x.new_empty(0) for _ in range(3 - len(found)))
 
     def sum_backward(self, grads: tuple, inputs: tuple, outputs: tuple) -> list[Tensor]:

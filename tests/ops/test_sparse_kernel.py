@@ -6,7 +6,7 @@ from fspeed.ops.sparse.layout import Layout
 from fspeed.ops.sparse.work import makespan, work_list
 
 pytest.importorskip("triton")
-from fspeed.ops.sparse.kernel import attention, gradients  # noqa: E402
+from fspeed.ops.sparse.kernel import attention, gradients
 
 
 def dense(q, k, v, layout, bias=None, padding=None, scale=1.0):
@@ -48,7 +48,7 @@ def test_values_and_gradients(case):
 @pytest.mark.parametrize("heads", [4, 8, 16, 32])
 @pytest.mark.parametrize("tokens", [16384, 131072])
 def test_work_is_balanced(heads, tokens):
-    """One row that sees all and rows of six, as in BigBird: within 1.4 of an even share, on 132 multiprocessors with two programs."""
+    """One row that sees all and rows of six, as in BigBird: within 1.4 of an even share, on 132 multiprocessors."""
     size = torch.full((tokens // 128,), 6)
     size[0] = len(size)
     start = torch.cat([torch.zeros(1, dtype=torch.long), size.cumsum(0)])
