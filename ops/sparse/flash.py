@@ -8,7 +8,7 @@ are the power of two above it. What lies beyond the end of a sequence is cut by 
 import triton
 import triton.language as tl
 
-from fspeed.ops.threefry.kernel import threefry2x32
+from ..threefry.kernel import threefry2x32
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

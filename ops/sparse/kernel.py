@@ -5,8 +5,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fspeed.ops.interpret import on
-
+from ..interpret import on
 from . import flash
 from .layout import Blocks
 from .work import Work, work_list

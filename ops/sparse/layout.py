@@ -12,8 +12,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fspeed.shard.pytree import register
-
 Predicate = Callable[[Tensor, Tensor], Tensor]
 AT_ONCE = 1 << 22           # elements of a predicate evaluated at a time
 FULL, EMPTY = -1, -2        # kinds of blocks that have no mask
@@ -30,7 +28,7 @@ class Blocks:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Which keys each query sees, in blocks: a pytree of tensors, built on the CPU in time and memory of its blocks.
+    """Which keys each query sees, in blocks: tensors, built on the CPU in time and memory of its blocks.
 
     Args:
         rows: blocks by blocks of queries; row h * R + r is block r of layout head h.
@@ -170,8 +168,6 @@ class Layout:
 
 
 FIELDS = ("start", "full", "index", "mask")
-register(Blocks, FIELDS)
-register(Layout, ("rows", "columns", "masks"), ("block", "heads", "lengths"))
 
 
 def stack(layouts: Sequence[Layout]) -> Layout:

@@ -44,7 +44,7 @@ def work_list(start: Tensor, full: Tensor, copies: int, width: int) -> Work:
 
     >>> work = work_list(torch.tensor([0, 1, 33]), torch.tensor([1, 9]), copies=1, width=1)
     >>> work.pieces.tolist()
-    [[1, 1, 10, 9, 0], [1, 9, 10, 17, 1], [1, 17, 17, 25, 2], [1, 25, 25, 33, 3], [0, 0, 1, 1, -1]]
+    [[1, 1, 9, 9, 0], [1, 9, 10, 17, 1], [1, 17, 17, 25, 2], [1, 25, 25, 33, 3], [0, 0, 1, 1, -1]]
     >>> work.splits.tolist()
     [[1, 0, 4]]
     """

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspeed.ops.op import Op, Paths, of_kernel, one_by_one, op
-
+from ..op import Op, Paths, of_kernel, one_by_one, op
 from . import cpu, reference
 from .chunks import Chunks
 

@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fspeed.ops.interpret import on
-
+from ..interpret import on
 from .reference import accumulator
 
 BLOCK, WARPS = 4096, 8
