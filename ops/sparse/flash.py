@@ -2,8 +2,8 @@
 
     x = scale log2(e) q k' + log2(e) bias, or -inf where nothing is seen;  p = exp2(x - lse);  out = p v
 
-A program has OUTER tokens of its own block and takes the blocks of the other side INNER tokens at a time. Both divide BLOCK, or
-are the power of two above it. What lies beyond the end of a sequence is cut by the blocks' masks.
+A program has OUTER tokens of its own block and takes the blocks of the other side INNER tokens at a time; both divide BLOCK.
+What lies beyond the end of a sequence is cut by the blocks' masks.
 """
 import triton
 import triton.language as tl
@@ -33,17 +33,16 @@ def forward(
     total = tl.zeros((OUTER,), tl.float32)
     STEPS: tl.constexpr = (BLOCK + INNER - 1) // INNER
     for CUT in tl.static_range(2):
-        CHECK: tl.constexpr = CUT or INNER > BLOCK
         for t in range((middle if CUT else first) * STEPS, (end if CUT else middle) * STEPS):
             start = t % STEPS * INNER
             j0 = tl.load(index + t // STEPS) * BLOCK + start
             columns = tl.minimum(Nk - j0, BLOCK)
-            K = load(k, kn, j0, columns, HEAD, DIM, INNER, CHECK)
-            V = load(v, vn, j0, columns, HEAD, DIM, INNER, CHECK)
+            K = load(k, kn, j0, columns, HEAD, DIM, INNER, CUT)
+            V = load(v, vn, j0, columns, HEAD, DIM, INNER, CUT)
             x = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
-            if CHECK or PADDING or BIAS:
+            if CUT or PADDING or BIAS:
                 x = seen(x, mask + t // STEPS, masks, i0, i, local, j0, j, start, z, h, padding, bias, bz, bh, bi, bj, Nq, Nk,
-                         scale, BLOCK, CUT, OUTER > BLOCK or INNER > BLOCK, PADDING, BIAS)
+                         scale, BLOCK, CUT, PADDING, BIAS)
                 new = tl.maximum(top, tl.max(x, 1))
                 ref = tl.where(new == -float("inf"), 0.0, new)
                 p = tl.math.exp2(x - ref[:, None])
@@ -144,15 +143,14 @@ def backward_rows(
     acc = tl.zeros((OUTER, DIM), tl.float32)
     STEPS: tl.constexpr = (BLOCK + INNER - 1) // INNER
     for CUT in tl.static_range(2):
-        CHECK: tl.constexpr = CUT or INNER > BLOCK
         for t in range((middle if CUT else first) * STEPS, (end if CUT else middle) * STEPS):
             start = t % STEPS * INNER
             j0 = tl.load(index + t // STEPS) * BLOCK + start
             columns = tl.minimum(Nk - j0, BLOCK)
-            K = load(k, kn, j0, columns, HEAD, DIM, INNER, CHECK)
-            V = load(v, vn, j0, columns, HEAD, DIM, INNER, CHECK)
+            K = load(k, kn, j0, columns, HEAD, DIM, INNER, CUT)
+            V = load(v, vn, j0, columns, HEAD, DIM, INNER, CUT)
             x = seen(tl.dot(Q, tl.trans(K), input_precision=PRECISION), mask + t // STEPS, masks, i0, i, local, j0, j, start, z, h,
-                     padding, bias, bz, bh, bi, bj, Nq, Nk, scale, BLOCK, CUT, OUTER > BLOCK or INNER > BLOCK, PADDING, BIAS)
+                     padding, bias, bz, bh, bi, bj, Nq, Nk, scale, BLOCK, CUT, PADDING, BIAS)
             dp = tl.dot(G, tl.trans(V), input_precision=PRECISION)
             if DROPOUT:
                 dp *= kept(key, zh, i0 + i, j0 + j, Nq, Nk, rate)
@@ -192,19 +190,18 @@ def backward_columns(
     acc_v = tl.zeros((OUTER, DIM), tl.float32)
     STEPS: tl.constexpr = (BLOCK + INNER - 1) // INNER
     for CUT in tl.static_range(2):
-        CHECK: tl.constexpr = CUT or INNER > BLOCK
         for t in range((middle if CUT else first) * STEPS, (end if CUT else middle) * STEPS):
             start = t % STEPS * INNER
             i0 = tl.load(index + t // STEPS) * BLOCK + start
             rows = tl.minimum(Nq - i0, BLOCK)
-            Q = load(q, qn, i0, rows, HEAD, DIM, INNER, CHECK)
-            G = load(g, gn, i0, rows, HEAD, DIM, INNER, CHECK)
-            if CHECK:
+            Q = load(q, qn, i0, rows, HEAD, DIM, INNER, CUT)
+            G = load(g, gn, i0, rows, HEAD, DIM, INNER, CUT)
+            if CUT:
                 L, D = tl.load(lse + i0 + n, n < rows, 0.0), tl.load(delta + i0 + n, n < rows, 0.0)
             else:
                 L, D = tl.load(lse + i0 + n), tl.load(delta + i0 + n)
             x = seen(tl.dot(K, tl.trans(Q), input_precision=PRECISION), mask + t // STEPS, masks, i0, i, start, j0, j, local, z, h,
-                     padding, bias, bz, bh, bi, bj, Nq, Nk, scale, BLOCK, CUT, OUTER > BLOCK or INNER > BLOCK, PADDING, BIAS)
+                     padding, bias, bz, bh, bi, bj, Nq, Nk, scale, BLOCK, CUT, PADDING, BIAS)
             p = tl.math.exp2(x - finite(L)[None, :])
             dp = tl.dot(V, tl.trans(G), input_precision=PRECISION)
             if DROPOUT:
@@ -268,18 +265,16 @@ def store(x, first, rows, tile, HEAD: tl.constexpr, DIM: tl.constexpr, TILE: tl.
 
 @triton.jit
 def seen(x, mask, masks, i0, i, i_start, j0, j, j_start, z, h, padding, bias, bz, bh, bi, bj, Nq, Nk, scale,
-         BLOCK: tl.constexpr, CUT: tl.constexpr, UNEVEN: tl.constexpr, PADDING: tl.constexpr, BIAS: tl.constexpr):
+         BLOCK: tl.constexpr, CUT: tl.constexpr, PADDING: tl.constexpr, BIAS: tl.constexpr):
     """Scores in base 2 with bias, -inf where nothing is seen; i and j run along either side of the tile."""
     x *= scale * LOG2E
-    inside = (i < tl.minimum(Nq - i0, BLOCK)) & (j < tl.minimum(Nk - j0, BLOCK))
     if BIAS:
+        inside = (i < Nq - i0) & (j < Nk - j0)
         at = bias + z * bz + h * bh + (i0 + i).to(tl.int64) * bi + (j0 + j).to(tl.int64) * bj
         x += tl.load(at, inside, 0.0).to(tl.float32) * LOG2E
     if CUT:
         at = masks + tl.load(mask).to(tl.int64) * BLOCK * BLOCK + (i_start + i) * BLOCK + j_start + j
-        x = tl.where((tl.load(at, inside, 0) if UNEVEN else tl.load(at)) != 0, x, -float("inf"))
-    elif UNEVEN:
-        x = tl.where(inside, x, -float("inf"))
+        x = tl.where(tl.load(at) != 0, x, -float("inf"))
     if PADDING:
         x = tl.where(tl.load(padding + z * Nk + j0 + j, j < Nk - j0, 0) != 0, x, -float("inf"))
     return x
