@@ -31,7 +31,7 @@ def forward(
     acc = tl.zeros((OUTER, DIM), tl.float32)
     top = tl.full((OUTER,), -float("inf"), tl.float32)
     total = tl.zeros((OUTER,), tl.float32)
-    STEPS: tl.constexpr = (BLOCK + INNER - 1) // INNER
+    STEPS: tl.constexpr = BLOCK // INNER
     for CUT in tl.static_range(2):
         for t in range((middle if CUT else first) * STEPS, (end if CUT else middle) * STEPS):
             start = t % STEPS * INNER
@@ -74,7 +74,7 @@ def forward(
 def merge(parts, part_lse, out, lse, splits, copies, heads, shared, N, HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
           TILE: tl.constexpr, SOFTMAX: tl.constexpr):
     """A row from its parts: their sum, or their mean weighted by exp(lse)."""
-    blocks: tl.constexpr = (BLOCK + TILE - 1) // TILE
+    blocks: tl.constexpr = BLOCK // TILE
     at, local = tl.program_id(0) // blocks, tl.program_id(0) % blocks * TILE
     copy = at % copies
     splits += at // copies * 3
@@ -141,7 +141,7 @@ def backward_rows(
     v += z * vz + hk * vh
     i, j = n[:, None], tl.arange(0, INNER)[None, :]
     acc = tl.zeros((OUTER, DIM), tl.float32)
-    STEPS: tl.constexpr = (BLOCK + INNER - 1) // INNER
+    STEPS: tl.constexpr = BLOCK // INNER
     for CUT in tl.static_range(2):
         for t in range((middle if CUT else first) * STEPS, (end if CUT else middle) * STEPS):
             start = t % STEPS * INNER
@@ -188,7 +188,7 @@ def backward_columns(
     i, j = n[None, :], tl.arange(0, OUTER)[:, None]
     acc_k = tl.zeros((OUTER, DIM), tl.float32)
     acc_v = tl.zeros((OUTER, DIM), tl.float32)
-    STEPS: tl.constexpr = (BLOCK + INNER - 1) // INNER
+    STEPS: tl.constexpr = BLOCK // INNER
     for CUT in tl.static_range(2):
         for t in range((middle if CUT else first) * STEPS, (end if CUT else middle) * STEPS):
             start = t % STEPS * INNER
@@ -225,7 +225,7 @@ def backward_columns(
 @triton.jit
 def task(pieces, copies, shared, N, BLOCK: tl.constexpr, OUTER: tl.constexpr):
     """What this program does: batch, head, copy, row, first token in the row, first block, end of full ones, end, place."""
-    tiles: tl.constexpr = (BLOCK + OUTER - 1) // OUTER
+    tiles: tl.constexpr = BLOCK // OUTER
     at, local = tl.program_id(0) // tiles, tl.program_id(0) % tiles * OUTER
     copy = at % copies
     pieces += at // copies * 5

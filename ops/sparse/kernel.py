@@ -15,6 +15,7 @@ FORWARD = {(64, 64): (64, 64, 4, 3), (64, 128): (64, 64, 4, 2), (64, 256): (64, 
            (128, 128): (128, 64, 8, 2), (128, 256): (64, 64, 8, 2)}
 BACKWARD = {(64, 64): (64, 64, 4, 2), (64, 128): (64, 64, 8, 2), (64, 256): (64, 32, 8, 1), (128, 64): (64, 64, 4, 2),
             (128, 128): (64, 64, 8, 2), (128, 256): (64, 32, 8, 1)}
+TILE = 16           # rows of a program of the kernels that only add up; it divides every block
 CPU_WIDTH = 8       # pieces at a time that the interpreter's work lists are made for
 
 
@@ -30,11 +31,11 @@ def attention(
     q, scale = (-q, -scale) if scale < 0 else (q, scale)
     q, k, v = map(dense_rows, (q, k, v))
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    block = masks.shape[-1]
+    block, D = masks.shape[-1], q.shape[-1]
     work, copies, shared = work_of(rows, q, block, q.shape[2])
-    parts, part_lse = scratch(work, copies, block, q), scratch(work, copies, block, None, q)
+    parts, part_lse = scratch(work, copies, block, D), scratch(work, copies, block)
     constants, options = configured(FORWARD, q, block, bias, padding, key, rate)
-    grid = (len(work.pieces) * copies * triton.cdiv(block, constants["OUTER"]),)
+    grid = (len(work.pieces) * copies * block // constants["OUTER"],)
     on(flash.forward, q)[grid](
         q, k, v, out, lse, parts, part_lse, work.pieces, *inputs(rows, masks, q, k, bias, padding, key),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides(bias, q, k),
@@ -52,17 +53,16 @@ def gradients(
     block, shared_inputs = masks.shape[-1], (masks, q, k, bias, padding, key)
     delta = torch.empty_like(lse)
     batch, heads, N, D = q.shape
-    dim, tile = max(16, triton.next_power_of_2(D)), 16
-    on(flash.rowsums, q)[(triton.cdiv(N, tile), batch * heads)](
-        grad, out.contiguous(), delta, *grad.stride()[:3], heads, N, HEAD=D, DIM=dim, TILE=tile)
+    on(flash.rowsums, q)[(triton.cdiv(N, TILE), batch * heads)](
+        grad, out.contiguous(), delta, *grad.stride()[:3], heads, N, HEAD=D, DIM=padded(D), TILE=TILE)
     constants, options = configured(BACKWARD, q, block, bias, padding, key, rate)
     at = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:3], *strides(bias, q, k)]
-    tiles = triton.cdiv(block, constants["OUTER"])
+    tiles = block // constants["OUTER"]
 
     dq = q.new_empty(q.shape)
     dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32, memory_format=torch.contiguous_format)
     work, copies, shared = work_of(rows, q, block, N)
-    parts = scratch(work, copies, block, q)
+    parts = scratch(work, copies, block, D)
     on(flash.backward_rows, q)[(len(work.pieces) * copies * tiles,)](
         q, k, v, grad, dq, lse if dbias is None else dbias, lse, delta, parts, work.pieces, *inputs(rows, *shared_inputs),
         *at, *strides(dbias, q, k), *sizes(q, k, copies, shared), scale, rate, **constants, **options)
@@ -70,7 +70,7 @@ def gradients(
 
     dk, dv = (x.new_empty(batch, heads, *x.shape[2:]) for x in (k, v))
     work, copies, shared = work_of(columns, q, block, k.shape[2])
-    part_dk, part_dv = scratch(work, copies, block, k), scratch(work, copies, block, v)
+    part_dk, part_dv = (scratch(work, copies, block, D) for _ in range(2))
     on(flash.backward_columns, q)[(len(work.pieces) * copies * tiles,)](
         q, k, v, grad, dk, dv, lse, delta, part_dk, part_dv, work.pieces, *inputs(columns, *shared_inputs),
         *at, *sizes(q, k, copies, shared), scale, rate, **constants, **options)
@@ -85,9 +85,9 @@ def merge(work: Work, copies: int, shared: int, parts: Tensor, part_lse: Tensor 
           block: int, softmax: bool) -> None:
     if work.places:
         heads, N, D = out.shape[1:]
-        on(flash.merge, out)[(len(work.splits) * copies * triton.cdiv(block, 16),)](
+        on(flash.merge, out)[(len(work.splits) * copies * (block // TILE),)](
             parts, parts if part_lse is None else part_lse, out, parts if lse is None else lse, work.splits, copies, heads,
-            shared, N, HEAD=D, DIM=max(16, triton.next_power_of_2(D)), BLOCK=block, TILE=16, SOFTMAX=softmax)
+            shared, N, HEAD=D, DIM=padded(D), BLOCK=block, TILE=TILE, SOFTMAX=softmax)
 
 
 def work_of(side: Blocks, q: Tensor, block: int, N: int) -> tuple[Work, int, int]:
@@ -107,7 +107,7 @@ def configured(table: dict, q: Tensor, block: int, bias: Any, padding: Any, key:
     D = q.shape[-1]
     if D > 256:
         raise ValueError(f"a head dimension of {D}: the kernels take up to 256")
-    dim = max(16, triton.next_power_of_2(D))
+    dim = padded(D)
     outer, inner, warps, stages = table[64 if block <= 64 else 128, max(64, dim)]
     constants = dict(HEAD=D, DIM=dim, BLOCK=block, OUTER=min(outer, block), INNER=min(inner, block), PADDING=padding is not None,
                      BIAS=bias is not None, DROPOUT=key is not None and rate > 0, PRECISION="ieee")
@@ -129,10 +129,14 @@ def sizes(q: Tensor, k: Tensor, copies: int, shared: int) -> list[int]:
     return [copies, q.shape[1], shared, q.shape[1] // k.shape[1], q.shape[2], k.shape[2]]
 
 
-def scratch(work: Work, copies: int, block: int, like: Tensor | None, on: Tensor | None = None) -> Tensor:
+def scratch(work: Work, copies: int, block: int, *width: int) -> Tensor:
     """float32: the results of parts of rows, a head's rows, or a number for each."""
-    width = () if like is None else like.shape[-1:]
-    return torch.empty(work.places * copies, block, *width, dtype=torch.float32, device=(on if like is None else like).device)  # type: ignore[union-attr]
+    return torch.empty(work.places * copies, block, *width, dtype=torch.float32, device=work.pieces.device)
+
+
+def padded(D: int) -> int:
+    """The head dimension that tiles have: a power of two, 16 or more."""
+    return max(16, triton.next_power_of_2(D))
 
 
 def dense_rows(x: Tensor) -> Tensor:

@@ -231,12 +231,12 @@ def joined(
     lse, picked, mean = found
     top = pmax(lse.detach())
     lse = psum((lse - top).exp()).log() + top
-    total = int(psum(torch.tensor(width)))
-    mean = psum(mean * (width / total)) if label_smoothing else mean
+    total = psum(torch.tensor(width, device=lse.device))
+    mean = psum(mean * width) / total if label_smoothing else mean
     return kept(reference.loss(lse, psum(picked), mean, label_smoothing, z_loss), targets, total, ignore_index)
 
 
-def kept(values: Tensor, targets: Tensor, width: int, ignore_index: int) -> Tensor:
+def kept(values: Tensor, targets: Tensor, width: int | Tensor, ignore_index: int) -> Tensor:
     """values, 0 where the target is ignored, and NaN where it is none."""
     wrong = (targets < 0) | (targets >= width)
     return values.masked_fill(wrong, torch.nan).masked_fill(targets == ignore_index, 0)
