@@ -24,7 +24,7 @@ from fspeed.shard.collectives import all_gather, psum
 from fspeed.shard.mesh import Axis
 from fspeed.shard.piece import only_live, parted
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
-from fspeed.tree import NONE, ROOT, Groups, Place, chooser, cut, whole
+from fspeed.tree import NONE, ROOT, BySizes, Groups, Place, chooser, cut, whole
 
 Metrics = dict[str, Any]                                                    # name: Loss
 Grads = Callable[[Opened, "State", "Batch"], tuple[Metrics, Any]]           # the metrics' sums, and gradients of the total
@@ -475,7 +475,7 @@ def around(step: Step, wrap: Callable[[Callable, At], Callable]) -> Step:
     return outside(step, on_loss(lambda loss: loss.wrapped(wrap)))
 
 
-def placed(step: Step, label: str, place: Callable[[str, Any], Any]) -> tuple[Place, ...]:
+def placed(step: Step, label: str, place: Callable[[str, Any], Any] | BySizes) -> tuple[Place, ...]:
     """The step's `place` field with one more: `place(name, group)`, said by label."""
     return (*step.place, (label, place))
 

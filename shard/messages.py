@@ -28,7 +28,8 @@ class Mailbox:
     """
 
     def __init__(self, axis: Axis):
-        self.axis, self.group = axis, None if axis.group is None else dist.distributed_c10d._resolve_process_group(axis.group)
+        resolve: Any = dist.distributed_c10d._resolve_process_group
+        self.axis, self.group = axis, None if axis.group is None else resolve(axis.group)
         self.told: dict[tuple[int, int], bytes] = {}
         self.heard: dict[tuple[int, int], tuple[Any, list]] = {}
 
@@ -51,7 +52,7 @@ class Mailbox:
             form = self.get(torch.empty(length, dtype=torch.uint8), source, tag)
             self.heard[source, link] = pickle.loads(form.numpy().tobytes())
         spec, kinds = self.heard[source, link]
-        return tree_unflatten(spec, [k.value if isinstance(k, Plain) else self.tensor(*k, source, tag) for k in kinds])
+        return tree_unflatten(spec, [k.value if isinstance(k, Plain) else self.tensor(k[0], k[1], source, tag) for k in kinds])
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int) -> Tensor:
         x = torch.empty(shape, dtype=dtype)
@@ -62,7 +63,8 @@ class Mailbox:
 
     def get(self, x: Tensor, source: int, tag: int) -> Tensor:
         with named_failure("receive", self.axis):
-            dist.irecv(x, group=self.group, group_src=source, tag=tag).wait()
+            got: Any = dist.irecv(x, group=self.group, group_src=source, tag=tag)
+            got.wait()
         return x
 
     def finish(self, sent: Sent) -> None:

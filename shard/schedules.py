@@ -7,6 +7,7 @@
 
 A stage lives on the rank that runs it forward; a rank may have several. In time, F, I and W count one slot each and B two.
 """
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ def interleaved(chunks: int) -> Schedules:
     def make(ranks: int, microbatches: int) -> Schedule:
         n = max(1, microbatches // ranks)
         ends = [i * microbatches // n for i in range(n + 1)]
-        rounds = [range(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+        rounds = [range(a, b) for a, b in itertools.pairwise(ends)]
         longest = max(map(len, rounds))
         orders, live = [], []
         for r in range(ranks):

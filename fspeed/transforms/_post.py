@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from fspeed.shard.messages import Mailbox, Sent
 from fspeed.shard.mesh import Axis
+from fspeed.shard.messages import Mailbox, Sent
 from fspeed.shard.pytree import tree_map
 from fspeed.shard.schedules import Action, Proof, as_needed, needs
 
@@ -20,7 +20,8 @@ class Post:
         self.proof, self.ax, self.box = proof, ax, Mailbox(ax)
         self.local: dict[Action, Any] = {}
         self.sent: dict[int, list[tuple[int, Sent]]] = defaultdict(list)
-        self.made, self.used = {}, {}                       # of what an action hands on: when it is made, and used, by its rank
+        self.made: dict[Any, int] = {}      # of what an action hands on: when it is made, and used, by its rank
+        self.used: dict[Any, int] = {}
         for actions in proof.schedule.ranks:
             for at, a in enumerate(actions):
                 self.made[as_needed(a)] = at

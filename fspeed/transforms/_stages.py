@@ -62,7 +62,7 @@ def balanced(costs: Sequence[float], n: int) -> list[int]:
     def best(stop: int, parts: int) -> tuple[float, tuple[int, ...]]:
         if parts == 1:
             return total[stop], ()
-        found = (math.inf, ())
+        found: tuple[float, tuple[int, ...]] = (math.inf, ())
         for start in range(parts - 1, stop):
             dearest, cuts = best(start, parts - 1)
             found = min(found, (max(dearest, total[stop] - total[start]), (*cuts, start)), key=lambda x: x[0])

@@ -11,8 +11,8 @@ from torch import Tensor
 from fspeed.grad import in_torch_func, in_trace, watched
 from fspeed.layer import Sequential
 from fspeed.opened import Late, Later, Opened
-from fspeed.shard.messages import Mailbox
 from fspeed.shard.mesh import Axis, Mesh
+from fspeed.shard.messages import Mailbox
 from fspeed.shard.piece import Absent, Piece, Stage, at_least_float32, is_gone, live, live_form, parted
 from fspeed.shard.pytree import tree_flatten, tree_map, tree_unflatten
 from fspeed.shard.schedules import Action, Proof, Schedule, Schedules, check, one_f_one_b
@@ -74,12 +74,12 @@ def pipeline(
     {'a': tensor(-1.), 'b': tensor(-1.)}
     """
     ax = replace(mesh.axis(axis), splits_batch=False)
-    refuse(step, mesh, ax, microbatches)
+    loss = sequential_of(step, mesh, ax, microbatches)
     made = schedule(ax.size, microbatches) if callable(schedule) else schedule
     proof = check(made, microbatches)
     if len(proof.schedule.ranks) != ax.size:
         raise ValueError(f"pipeline: the schedule is for {len(proof.schedule.ranks)} ranks, but axis {axis!r} has {ax.size}")
-    cut = cutter(step.loss, proof, costs, cuts)
+    cut = cutter(loss, proof, costs, cuts)
 
     def place(sizes: dict[str, int]) -> Callable[[str, Any], Any]:
         owners = cut(tuple(sizes.items())).owners
@@ -121,7 +121,7 @@ def cutter(
     if costs is not None and (len(costs) != parts or cuts is not None):
         raise ValueError(f"pipeline: costs= has {len(costs)} numbers for {parts} parts; give one a part, or cuts= alone")
     if cuts is not None and (len(cuts) != stages - 1 or sorted({0, *cuts, parts}) != [0, *cuts, parts]):
-        raise ValueError(f"pipeline: cuts={list(cuts)} must be {stages - 1} rising numbers between 0 and {parts}: each stage's first part")
+        raise ValueError(f"pipeline: cuts={list(cuts)}: give {stages - 1} rising numbers in 1 to {parts - 1}, each stage's first part")
 
     @functools.cache
     def cut(sizes: tuple[tuple[str, int], ...]) -> Stages:
@@ -137,11 +137,11 @@ def sizes_of(groups: Groups) -> tuple[tuple[str, int], ...]:
 
 
 # ---------------------------------------------------------------- what cannot be
-def refuse(step: Step, mesh: Mesh, ax: Axis, microbatches: Any) -> None:
-    """Raise if a step cannot be cut, or an axis not carry it."""
+def sequential_of(step: Step, mesh: Mesh, ax: Axis, microbatches: Any) -> Sequential:
+    """The loss of a step; raise if it cannot be cut, or the axis not carry it."""
     if not isinstance(step.loss, Sequential):
         raise TypeError(
-            f"pipeline: the loss is a {type(step.loss).__name__}, which cannot be cut; make it of parts: fs.sequential([(name, fn), ...])"
+            f"pipeline: the loss is a {type(step.loss).__name__}, which cannot be cut; make it by fs.sequential([(name, fn), ...])"
         )
     if loose := [n for n in step.loss.names if not step.layers(n)]:
         raise ValueError(f"pipeline: part {loose[0]!r} of the loss is no layer; pass layers=loss.names to fs.step")
@@ -149,6 +149,7 @@ def refuse(step: Step, mesh: Mesh, ax: Axis, microbatches: Any) -> None:
         raise ValueError(f"pipeline: microbatches must be a positive integer, got {microbatches!r}")
     if mesh.device != "cpu" and ax.size > 1:
         raise NotImplementedError(f"pipeline: axis {ax.name!r} is over {mesh.device}; messages between stages go over gloo so far")
+    return step.loss
 
 
 def refuse_call(state: State, batch: Batch) -> None:

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from fspeed.shard.schedules import Action, Schedule, check, gpipe, interleaved, one_f_one_b, zero_bubble
 
-MAKERS = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved 2": interleaved(2), "interleaved 3": interleaved(3), "zero bubble": zero_bubble}
+MAKERS = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved 2": interleaved(2), "interleaved 3": interleaved(3),
+          "zero bubble": zero_bubble}
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -21,7 +22,7 @@ def test_every_schedule_ends_and_holds_what_it_promises(name, ranks, microbatche
 
 @given(ranks=st.integers(1, 8), microbatches=st.integers(1, 16))
 def test_formulas(ranks, microbatches):
-    """1F1B: idle share (s - 1) / (m + s - 1), at most s - stage activations, in the time of GPipe. A split backward idles a third."""
+    """1F1B: idle share (s - 1) / (m + s - 1), at most s - stage activations, in GPipe's time. A split backward idles a third."""
     s, m = ranks, microbatches
     proof = check(one_f_one_b(s, m), m)
     assert proof.slots == 3 * (m + s - 1) == check(gpipe(s, m), m).slots
@@ -53,7 +54,8 @@ def test_a_schedule_that_deadlocks_names_the_actions_that_wait(ranks, microbatch
     plan = rows(one_f_one_b(ranks, microbatches))
     plan[0].insert(0, plan[0].pop())
     last = microbatches - 1
-    with pytest.raises(ValueError, match=rf"never ends: rank 0 waits at B0.{last} for F0.{last}, which it runs later; rank 1 waits at F1.0 for F0.0, which rank 0"):
+    late = rf"never ends: rank 0 waits at B0.{last} for F0.{last}, which it runs later; rank 1 waits at F1.0 for F0.0, which rank 0"
+    with pytest.raises(ValueError, match=late):
         check(plan, microbatches)
 
 
@@ -83,7 +85,8 @@ def test_a_schedule_that_somebody_wrote():
     """Two stages on rank 0 round one on rank 1."""
     plan = [[("F", 0, 0), ("F", 2, 0), ("B", 2, 0), ("B", 0, 0)], [("F", 1, 0), ("I", 1, 0), ("W", 1, 0)]]
     proof = check(plan, 1)
-    assert proof.owner == (0, 1, 0) and proof.live == (2, 1) and proof.slots == 8 and proof.schedule.ranks[1][1] == Action("I", 1, 0)
+    assert proof.owner == (0, 1, 0) and proof.live == (2, 1) and proof.slots == 8
+    assert proof.schedule.ranks[1][1] == Action("I", 1, 0)
 
 
 def test_chunks():
