@@ -131,6 +131,10 @@ class Groups:
     def items(self) -> Iterator[tuple[str, Group]]:
         return zip(self.names, self.stored, strict=True)
 
+    def here(self) -> Iterator[tuple[str, Group]]:
+        """The groups that this rank has, whole or in part."""
+        return ((name, group) for name, group in self.items() if not isinstance(group, Absent))
+
     def __getitem__(self, name: str) -> Group:
         if name not in self.names:
             raise KeyError(f"no group {name!r}, there are {', '.join(self.names)}; step.params(state) is the plain tree")

@@ -14,11 +14,14 @@ from .wire import as_carried, from_carried, named_failure
 Sent = list[tuple[Any, Tensor]]         # a send under way, and what must not change until it is done
 
 
-class Mailbox:
-    """Sends trees to, and receives them from, the ranks of an axis.
+FORMS = 1 << 30                         # tags from here on are of forms
 
-    A message is 8 bytes, its form where that is not the form of the last one over the same link, and the leaves. Sends do not
-    wait; `close` waits for them all.
+
+class Mailbox:
+    """Sends trees to, and receives them from, the ranks of an axis; both ends may do so in different orders.
+
+    A message is 16 bytes, which say its form by number, and the leaves. A form (structure, shapes, dtypes, what is no tensor) is
+    sent once to each rank. Sends do not wait.
 
     Args:
         axis: the ranks; their group must carry CPU tensors.
@@ -30,29 +33,31 @@ class Mailbox:
     def __init__(self, axis: Axis):
         resolve: Any = dist.distributed_c10d._resolve_process_group
         self.axis, self.group = axis, None if axis.group is None else resolve(axis.group)
-        self.told: dict[tuple[int, int], bytes] = {}
+        self.told: dict[tuple[int, bytes], int] = {}
         self.heard: dict[tuple[int, int], tuple[Any, list]] = {}
 
-    def send(self, tree: Any, to: int, tag: int, link: int = 0) -> Sent:
-        """Start to send a tree; forms are remembered for each (rank, link)."""
+    def send(self, tree: Any, to: int, tag: int) -> Sent:
+        """Start to send a tree by a tag below 2**30."""
         leaves, spec = tree_flatten(tree)
         form = pickle.dumps((spec, [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else Plain(x) for x in leaves]))
-        known = self.told.get((to, link)) == form
-        self.told[to, link] = form
-        head = [torch.tensor(0 if known else len(form))]
-        parts = head if known else [*head, torch.frombuffer(bytearray(form), dtype=torch.uint8)]
-        parts += [as_carried(x.detach()) for x in leaves if isinstance(x, Tensor) and x.numel()]
-        with named_failure("send", self.axis):
-            return [(dist.isend(x, group=self.group, group_dst=to, tag=tag), x) for x in parts]
+        new = (to, form) not in self.told
+        number = self.told.setdefault((to, form), len(self.told))
+        sent = [self.put(torch.frombuffer(bytearray(form), dtype=torch.uint8), to, FORMS + number)] if new else []
+        parts = [torch.tensor([number, len(form)]), *(as_carried(x.detach()) for x in leaves if isinstance(x, Tensor) and x.numel())]
+        return [*sent, *(self.put(x, to, tag) for x in parts)]
 
-    def receive(self, source: int, tag: int, link: int = 0) -> Any:
+    def receive(self, source: int, tag: int) -> Any:
         """Wait for a tree."""
-        length = int(self.get(torch.zeros((), dtype=torch.int64), source, tag))
-        if length:
-            form = self.get(torch.empty(length, dtype=torch.uint8), source, tag)
-            self.heard[source, link] = pickle.loads(form.numpy().tobytes())
-        spec, kinds = self.heard[source, link]
+        number, length = self.get(torch.empty(2, dtype=torch.int64), source, tag).tolist()
+        if (source, number) not in self.heard:
+            form = self.get(torch.empty(length, dtype=torch.uint8), source, FORMS + number)
+            self.heard[source, number] = pickle.loads(form.numpy().tobytes())
+        spec, kinds = self.heard[source, number]
         return tree_unflatten(spec, [k.value if isinstance(k, Plain) else self.tensor(k[0], k[1], source, tag) for k in kinds])
+
+    def put(self, x: Tensor, to: int, tag: int) -> tuple[Any, Tensor]:
+        with named_failure("send", self.axis):
+            return dist.isend(x, group=self.group, group_dst=to, tag=tag), x
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int) -> Tensor:
         x = torch.empty(shape, dtype=dtype)

@@ -71,7 +71,7 @@ def _parts(structure: Any) -> list[list[Segment]]:
         return [[Segment(0, ALL, Leaf(i, 1))] for i in range(structure.num_leaves)]
     ranks = math.prod(axis.size for axis in groups.axes)
     found: list[list[Segment]] = []
-    for group, leaves in zip(_here(groups), _numbered(groups), strict=True):
+    for (_, group), leaves in zip(groups.here(), _numbered(groups), strict=True):
         here: list[list[Segment]] = [[] for _ in tree_leaves(group)]
         for number, lying in leaves:
             for run in lying.runs:
@@ -79,10 +79,6 @@ def _parts(structure: Any) -> list[list[Segment]]:
                 here[run.buffer].append(Segment(run.start, run.start + length, Leaf(number, ranks // lying.parts)))
         found += [sorted(segments) for segments in here]
     return found
-
-
-def _here(groups: Groups) -> list[Any]:
-    return [group for _, group in groups.items() if not isinstance(group, Absent)]
 
 
 def _numbered(groups: Groups) -> Iterator[list[tuple[int, Lying]]]:

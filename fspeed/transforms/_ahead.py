@@ -21,7 +21,7 @@ class Ahead:
     """
 
     def __init__(self, begin: Begin, params: Any, order: list[str]):
-        self.begin, self.stored, self.order, self.at = begin, dict(params.items()), order, 0
+        self.begin, self.stored, self.order, self.at = begin, dict(params.here()), order, 0
         self.asked: list[str] = []
         self.started: tuple[str, Callable[[], Any]] | None = None
 

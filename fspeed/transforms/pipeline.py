@@ -121,7 +121,7 @@ def cutter(
     if costs is not None and (len(costs) != parts or cuts is not None):
         raise ValueError(f"pipeline: costs= has {len(costs)} numbers for {parts} parts; give one a part, or cuts= alone")
     if cuts is not None and (len(cuts) != stages - 1 or sorted({0, *cuts, parts}) != [0, *cuts, parts]):
-        raise ValueError(f"pipeline: cuts={list(cuts)}: give {stages - 1} rising numbers in 1 to {parts - 1}, each stage's first part")
+        raise ValueError(f"pipeline: cuts={list(cuts)}: give {stages - 1} rising numbers in 1 to {parts - 1}: first parts")
 
     @functools.cache
     def cut(sizes: tuple[tuple[str, int], ...]) -> Stages:

@@ -96,7 +96,7 @@ def gathered(kept, orders: dict[bool, list[str]]) -> Any:
         def run(loss, state: State, batch: Batch):
             begin = begun(loss.views, loss.reduce)
             plain = not in_torch_func()             # else its derivative is lost
-            once = {n: cache(begin(n, g)) for n, g in state.params.items() if plain and kept(g)}
+            once = {n: cache(begin(n, g)) for n, g in state.params.here() if plain and kept(g)}
             eager = plain and not in_trace()
             ahead = Ahead(begin, state.params, orders.get(loss.random, []) if eager else [])
 
