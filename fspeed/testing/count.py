@@ -23,6 +23,7 @@ SENT = {
     "all_gather_into_tensor": lambda n, size: n * (size - 1),
     "reduce_scatter_tensor": lambda n, size: n * (size - 1) / size,
     "all_to_all_single": lambda n, size: n * (size - 1) / size,
+    "send": lambda n, size: n,
 }
 
 
@@ -53,11 +54,14 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func._opname.removesuffix("_")          # in place it sends the same
-        if func.namespace != "_c10d_functional" or name not in SENT or args[0].numel() < self.least:
+        if func.namespace not in ("_c10d_functional", "c10d") or name not in SENT:
             return out
-        sent = int(SENT[name](args[0].numel(), self.size))
+        x = args[0][0] if name == "send" else args[0]
+        if x.numel() < self.least:
+            return out
+        sent = int(SENT[name](x.numel(), self.size))
         self.sent[name] += sent
-        self.bytes[name] += sent * args[0].element_size()
+        self.bytes[name] += sent * x.element_size()
         self.calls[name] += 1
         if name == "all_gather_into_tensor":
             self.alive.append((StorageWeakRef(out.untyped_storage()), out.numel() * out.element_size()))

@@ -16,7 +16,7 @@ from fspeed.shard.messages import Mailbox
 from fspeed.shard.piece import Absent, Piece, Stage, at_least_float32, is_gone, live, live_form, parted
 from fspeed.shard.pytree import tree_flatten, tree_map, tree_unflatten
 from fspeed.shard.schedules import Action, Proof, Schedule, Schedules, check, one_f_one_b
-from fspeed.step import Batch, Grads, State, Step, at_each_use, outside, over, placed
+from fspeed.step import Batch, Grads, State, Step, at_each_use, outside, over, placed, value_and_grad
 from fspeed.transforms._microbatches import split
 from fspeed.transforms._post import Post
 from fspeed.transforms._stages import Stages, balanced, by_elements, staged
@@ -143,6 +143,8 @@ def sequential_of(step: Step, mesh: Mesh, ax: Axis, microbatches: Any) -> Sequen
         raise TypeError(
             f"pipeline: the loss is a {type(step.loss).__name__}, which cannot be cut; make it by fs.sequential([(name, fn), ...])"
         )
+    if step.base is not value_and_grad:
+        raise ValueError("pipeline: the loss of this step is in stages already; make one pipeline of it, over one axis")
     if loose := [n for n in step.loss.names if not step.layers(n)]:
         raise ValueError(f"pipeline: part {loose[0]!r} of the loss is no layer; pass layers=loss.names to fs.step")
     if not isinstance(microbatches, int) or microbatches < 1:
