@@ -43,7 +43,8 @@ class Mailbox:
         new = (to, form) not in self.told
         number = self.told.setdefault((to, form), len(self.told))
         sent = [self.put(torch.frombuffer(bytearray(form), dtype=torch.uint8), to, FORMS + number)] if new else []
-        parts = [torch.tensor([number, len(form)]), *(as_carried(x.detach()) for x in leaves if isinstance(x, Tensor) and x.numel())]
+        tensors = [as_carried(x.detach()) for x in leaves if isinstance(x, Tensor) and x.numel()]
+        parts = [torch.tensor([number, len(form)]), *tensors]
         return [*sent, *(self.put(x, to, tag) for x in parts)]
 
     def receive(self, source: int, tag: int) -> Any:

@@ -5,6 +5,7 @@ import pickle
 import re
 import socket
 import time
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 import fspeed as fs
 from fspeed import optim, random
 from fspeed.shard.messages import Mailbox
-from fspeed.shard.schedules import Action, check
+from fspeed.shard.pytree import tree_flatten
+from fspeed.shard.schedules import check
 from fspeed.shard.wire import CollectiveError
 from fspeed.testing import assert_close, mesh, ranks
 from fspeed.testing.check import followed
@@ -156,6 +158,116 @@ def test_layers_compiled_one_by_one():
     check_pipeline(("pipe", "jit layers", "zero3"), {"data": 2, "pipe": 2}, (4, 3))
 
 
+def test_lengths_that_differ_and_terms_with_weights_of_their_own():
+    """Each microbatch is as long as its longest row; the loss has two terms, with other masks."""
+    def table(p, x, batch, key):
+        tokens, length = batch
+        seen = torch.arange(tokens.shape[1]) < length[:, None]
+        longest = int(length.max()) if len(length) else 0
+        return p["w"][tokens[:, :longest]], seen[:, :longest]
+
+    def layer(p, x, batch, key):
+        h, seen = x
+        return torch.tanh(h @ p["w"]), seen
+
+    def terms(p, x, batch, key):
+        h, seen = x
+        logits = h @ p["w"]
+        right = seen & (batch[0][:, :seen.shape[1]] > 2)
+        return {"left": fs.mean(logits[..., 0] ** 2, seen), "right": fs.mean(logits[..., 1:].sum(-1) - 1, right)}
+
+    def weights(batch):
+        tokens, length = batch
+        seen = torch.arange(tokens.shape[1]) < length[:, None]
+        return {"left": seen.sum(), "right": (seen & (tokens > 2)).sum()}
+
+    g = torch.Generator().manual_seed(0)
+    params = {name: {"w": torch.randn(VOCAB if name == "table" else 4, 4, generator=g)} for name in ("table", "a", "b", "head")}
+    loss = fs.sequential([("table", table), ("a", layer), ("b", layer), ("head", terms)])
+    batch = torch.randint(0, VOCAB, (5, 7), generator=g), torch.tensor([1, 7, 2, 3, 5])
+
+    def outcome(sizes):
+        step, grid = fs.step(loss, optim.sgd(0.5), layers=loss.names, weights=weights), mesh(**sizes)
+        step = fs.pipeline(step, grid, microbatches=3) if "pipe" in sizes else step
+        step = fs.zero_shard(step, grid) if "data" in sizes else step
+        mine = [x.split([2, 3])[grid.axis("data").rank] for x in batch] if sizes.get("data") == 2 else batch
+        state, metrics = step(step.init(params), tuple(mine))
+        return metrics, step.evaluate(state, tuple(mine)), step.params(state)
+
+    want = ranks(1)(outcome, {})[0]
+    for sizes in {"pipe": 2}, {"pipe": 2, "data": 2}:
+        for rank, got in enumerate(ranks(2 * sizes.get("data", 1))(outcome, sizes)):
+            assert_close(got, want, 2e-5, f"rank {rank} of {sizes}")
+
+
+# ---------------------------------------------------------------- counted from what ran
+class Noted(torch.autograd.Function):
+    """x, of which a copy is kept for backward: `alive` counts those that are there."""
+    kept: ClassVar[list] = []
+    most = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        copy = x.clone()
+        ctx.save_for_backward(copy)
+        Noted.kept.append(StorageWeakRef(copy.untyped_storage()))
+        Noted.kept = [ref for ref in Noted.kept if not ref.expired()]
+        Noted.most = max(Noted.most, len(Noted.kept))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g + 0 * ctx.saved_tensors[0].sum()
+
+
+def ran(schedule, microbatches, tied=False):
+    """Of a step on this rank: its actions as the profiler saw them, its most live activations, and the bytes it sent to others."""
+    Noted.kept, Noted.most = [], 0
+    grid = mesh(pipe=torch.distributed.get_world_size())
+    base = plain(grid.axis("pipe").size)
+    noted = lambda fn: lambda p, x, batch, key: fn(p, Noted.apply(batch.clone().requires_grad_() if x is None else x), batch, key)
+    *first, (last, fn) = base.loss.parts
+    loss = fs.sequential([(name, noted(fn)) for name, fn in (*first, ("0" if tied else last, fn))])
+    step = fs.pipeline(fs.step(loss, optim.sgd(0.1), layers=loss.names), grid, microbatches=microbatches, schedule=schedule)
+    state = step.init(params_of(step))
+    with profile(activities=[ProfilerActivity.CPU]) as prof, Counted(grid.axis("pipe").size, least=1) as counted:
+        step(state, torch.ones(2 * microbatches, 4))
+    spans = sorted((e.time_range.start, e.name) for e in prof.events() if e.name.startswith("pipeline "))
+    actions = [(name[9], *map(int, name[10:].split("."))) for _, name in spans]
+    return actions, Noted.most, counted.bytes["send"]
+
+
+@pytest.mark.parametrize(("s", "m"), [(2, 4), (3, 5), (4, 4)])
+def test_what_ran_has_the_schedules_bubble_and_activations(s, m):
+    for schedule, idle, live in [
+        (fs.gpipe, 3 * (s - 1), [m] * s),
+        (fs.one_f_one_b, 3 * (s - 1), [min(m, s - stage) for stage in range(s)]),
+        (fs.zero_bubble, s - 1, [min(m, s)] * s),
+    ]:
+        got = ranks(s)(ran, schedule, m)
+        assert check([actions for actions, *_ in got], m).idle == (idle,) * s
+        most = [n for _, n, *_ in got]
+        assert most[0] == live[0] and all(n <= bound for n, bound in zip(most, live, strict=True))
+
+
+HEAD = 16
+
+
+@pytest.mark.parametrize(("s", "m", "tied"), [(2, 4, False), (3, 5, False), (3, 2, True)])
+def test_bytes_sent(s, m, tied):
+    """A microbatch's activations on, and their gradients back; the metrics from the last rank; a tied layer's gradients."""
+    def message(tree, times=1):
+        """Bytes of a tree sent so many times to one rank, with its form."""
+        leaves, spec = tree_flatten(tree)
+        form = pickle.dumps((spec, [(tuple(x.shape), x.dtype) for x in leaves]))
+        return len(form) + times * (HEAD + sum(x.nbytes for x in leaves))
+
+    on, back, metrics = message(torch.ones(2, 4), m), message([torch.ones(2, 4)], m), message({"loss": fs.mean(torch.ones(1))})
+    tie = message([torch.ones(4, 4)]) if tied else 0
+    got = [sent for *_, sent in ranks(s)(ran, fs.one_f_one_b, m, tied)]
+    assert got == [on + tie, *[on + back] * (s - 2), back + (s - 1) * metrics + tie]
+
+
 # ---------------------------------------------------------------- what is sent
 TREES = [
     {"a": torch.arange(3), "b": (torch.ones(2, 0), 7, "word")}, [torch.ones(2, dtype=torch.bfloat16), torch.tensor(True)],
@@ -199,6 +311,10 @@ def one(step, stages=1, microbatches=2, **options):
     return fs.pipeline(step, mesh(pipe=1), microbatches=microbatches, schedule=fs.interleaved(stages), **options)
 
 
+def by(schedule, microbatches):
+    return fs.pipeline(plain(), mesh(pipe=1), microbatches=microbatches, schedule=schedule)
+
+
 def a_step_without_layers():
     loss = plain().loss
     return fs.step(loss, optim.sgd(0.1), layers="0")
@@ -216,10 +332,9 @@ LATE = [[("B", 0, 0), ("F", 0, 0), ("F", 0, 1), ("B", 0, 1)]]
     (lambda: one(one(plain())), ValueError, "in stages already"),
     (lambda: one(a_step_without_layers()), ValueError, "part '1' of the loss is no layer; pass layers=loss.names to fs.step"),
     (lambda: one(fs.step(lambda p, batch, key: p["w"], optim.sgd(0.1))), TypeError, "fs.sequential([(name, fn), ...])"),
-    (lambda: fs.pipeline(plain(), mesh(pipe=1), microbatches=2, schedule=LATE), ValueError,
-     "this schedule never ends: rank 0 waits at B0.0 for F0.0, which it runs later"),
-    (lambda: fs.pipeline(plain(), mesh(pipe=1), microbatches=1, schedule=LATE), ValueError, "this schedule has B0.1, but there are 1"),
-    (lambda: fs.pipeline(plain(), mesh(pipe=1), microbatches=1, schedule=fs.gpipe(2, 1)), ValueError, "is for 2 ranks, but axis 'pipe' has 1"),
+    (lambda: by(LATE, 2), ValueError, "this schedule never ends: rank 0 waits at B0.0 for F0.0, which it runs later"),
+    (lambda: by(LATE, 1), ValueError, "this schedule has B0.1, but there are 1 microbatches"),
+    (lambda: by(fs.gpipe(2, 1), 1), ValueError, "the schedule is for 2 ranks, but axis 'pipe' has 1"),
     (lambda: fs.pipeline(plain(), mesh(data=1), microbatches=1), ValueError, "no axis 'pipe'"),
 ])
 def test_mistakes_are_told_when_the_step_is_built(build, error, message):
