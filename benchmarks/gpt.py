@@ -70,23 +70,30 @@ def params(size: Size) -> dict:
     return nested({name: p.detach() for name, p in module(size).named_parameters()})
 
 
-def loss(size: Size):
-    """The module's forward as a loss of fspeed."""
+def block(size: Size):
+    """A `Block`'s forward as a function of its parameters."""
     norm = lambda p, x: F.layer_norm(x, (size.d,), p["weight"], p["bias"])
     linear = lambda p, x: F.linear(x, p["weight"], p["bias"])
 
-    @fs.layer
-    def block(p, x):
+    def run(p, x):
         q, k, v = rearrange(linear(p["qkv"], norm(p["ln1"], x)), "b t (three h d) -> three b h t d", three=3, h=size.heads)
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + linear(p["proj"], rearrange(a, "b h t d -> b t (h d)"))
         return x + linear(p["down"], F.gelu(linear(p["up"], norm(p["ln2"], x))))
 
+    return run
+
+
+def loss(size: Size):
+    """The module's forward as a loss of fspeed."""
+    norm = lambda p, x: F.layer_norm(x, (size.d,), p["weight"], p["bias"])
+    layer_of = fs.layer(block(size))
+
     def run(p, batch, key):
         tokens, targets = batch
         x = F.embedding(tokens, p["tok"]["weight"]) + p["pos"]["weight"]
         for layer in p["blocks"]:
-            x = block(layer, x)
+            x = layer_of(layer, x)
         logits = F.linear(norm(p["ln"], x), p["head"]["weight"])
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
