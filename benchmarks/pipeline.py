@@ -1,4 +1,4 @@
-"""1F1B over gloo, one thread a rank, against torch.distributed.pipelining's on the same stages and microbatches, stepped in turn."""
+"""1F1B over gloo, one thread a rank, against torch.distributed.pipelining's, on the same stages and microbatches, in turn."""
 import itertools
 import json
 import statistics
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B        # here: its import takes memory
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # here: its import takes memory
 
 import fspeed as fs
 from benchmarks import gpt
@@ -97,7 +97,8 @@ PEERS = {THEIRS: theirs, OURS: ours}
 
 # ---------------------------------------------------------------- what runs on the ranks
 def timed(rounds: str, seconds: str):
-    return on_ranks({name: make() for name, make in PEERS.items()}, int(rounds), float(seconds), warmup=1 if int(rounds) < 10 else 2)
+    peers = {name: make() for name, make in PEERS.items()}
+    return on_ranks(peers, int(rounds), float(seconds), warmup=1 if int(rounds) < 10 else 2)
 
 
 def peak(name: str) -> float:

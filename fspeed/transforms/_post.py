@@ -50,7 +50,7 @@ class Post:
     def tag(self, a: Action) -> int:
         return 2 + 2 * (a.stage * self.proof.microbatches + a.micro) + (a.kind == "I")
 
-    def share(self, metrics: Any) -> Any:
+    def share(self, metrics: Any = None) -> Any:
         """The last stage's metrics on its rank, and zeros of their form on all others."""
         source = self.proof.owner[-1]
         if self.ax.rank != source:

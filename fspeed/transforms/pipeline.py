@@ -6,19 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fspeed.grad import in_torch_func, in_trace, watched
 from fspeed.layer import Sequential
-from fspeed.opened import Late, Later, Opened
+from fspeed.opened import Opened
 from fspeed.shard.mesh import Axis, Mesh
 from fspeed.shard.messages import Mailbox
-from fspeed.shard.piece import Absent, Piece, Stage, at_least_float32, is_gone, live, live_form, parted
-from fspeed.shard.pytree import tree_flatten, tree_map, tree_unflatten
-from fspeed.shard.schedules import Action, Proof, Schedule, Schedules, check, one_f_one_b
-from fspeed.step import Batch, Grads, State, Step, at_each_use, outside, over, placed, value_and_grad
-from fspeed.transforms._microbatches import split
-from fspeed.transforms._post import Post
+from fspeed.shard.piece import Absent, Piece, Stage, is_gone
+from fspeed.shard.pytree import tree_flatten, tree_unflatten
+from fspeed.shard.schedules import Proof, Schedule, Schedules, check, one_f_one_b
+from fspeed.step import Batch, Grads, State, Step, outside, over, placed, value_and_grad
+from fspeed.transforms._run import run
 from fspeed.transforms._stages import Stages, balanced, by_elements, staged
 from fspeed.tree import BySizes, Groups
 
@@ -90,9 +88,6 @@ def pipeline(
 
         return put
 
-    def view(name: str, piece: Piece):
-        return piece.value, lambda grads: Piece(grads, piece.axis, piece.holders, piece.layout)
-
     def base(loss: Opened, state: State, batch: Batch):
         return run(loss, state, batch, proof, cut(sizes_of(state.params)), ax)
 
@@ -108,7 +103,7 @@ def pipeline(
 
     label = f"{proof.stages} stages over {ax.name!r} ({ax.size})"
     stages = outside(step, tied, place=placed(step, label, BySizes(place)), axes=over(step, ax), base=base, value=value)
-    return outside(stages, at_each_use(view))
+    return outside(stages, unwrapped)
 
 
 def cutter(
@@ -164,92 +159,21 @@ def refuse_call(state: State, batch: Batch) -> None:
         raise TypeError("a loss made by fs.sequential takes no buffers; keep them in the parameters, with trainable=")
 
 
-# ---------------------------------------------------------------- a schedule, done
-def run(
-    loss: Opened, state: State, batch: Batch, proof: Proof, stages: Stages, ax: Axis, grad: bool = True
-) -> tuple[dict[str, Any], Any]:
-    """Do what a schedule lists for this rank, or the forwards of it: metrics, zeros but on the last stage's rank; and gradients.
+# ---------------------------------------------------------------- where groups are
+def unwrapped(inner: Grads) -> Grads:
+    """A wrapper under which groups are without the `Piece`s that say whose they are; gradients get them back."""
+    def run(loss: Opened, state: State, batch: Batch):
+        if loss.views:                          # what stands outside has to be seen through before
+            return inner(loss.through(lambda name, piece: (piece.value, functools.partial(owned, piece))), state, batch)
+        metrics, grads = inner(loss, state._replace(params=state.params.map(lambda name, piece: piece.value)), batch)
+        return metrics, None if grads is None else state.params.map(lambda name, piece, g: owned(piece, g), grads)
 
-    Gradients come home past autograd, through `late`, which sums them over microbatches and stages.
-    """
-    refuse_call(state, batch)
-    late, post, micros = Late(at_least_float32), Post(proof, ax), split(batch, proof.microbatches)
-    loss = replace(loss, views=(past, *loss.views), late=late)
-    last, kept, found = proof.stages - 1, {}, []
-    for a in proof.schedule.ranks[ax.rank]:
-        if not grad and a.kind != "F":
-            continue
-        with torch.profiler.record_function(f"pipeline {a}"):
-            at = a.stage, a.micro
-            if a.kind == "F":
-                x = post.take(Action("F", a.stage - 1, a.micro)) if a.stage else None
-                f = functools.partial(through, loss, state, stages, a.stage, micros[a.micro])
-                out, made = forward(f, state.params, x, grad)
-                if a.stage == last:
-                    found.append(out)
-                else:
-                    post.give(a, out)
-                if grad:
-                    kept[at] = made
-                continue
-            if a.kind != "W":
-                outs, xs, params, _ = kept[at]
-                cts = [(torch.ones_like(outs[0]) * loss.seed).to(outs[0].dtype)] if a.stage == last else None
-                cts = post.take(Action("I", a.stage + 1, a.micro)) if cts is None else cts
-                late.muted = a.kind == "I"
-                grads = pulled(outs, cts, [*xs, *(params if a.kind == "B" else ())], again=a.kind == "I")[: len(xs)]
-                late.muted = False
-                kept[at] = outs, xs, params, cts
-                if a.stage:
-                    post.give(a._replace(kind="I"), grads)
-            if a.kind != "I":
-                outs, _, params, cts = kept.pop(at)
-                if a.kind == "W":
-                    pulled(outs, cts, params)
-                del outs, params, cts
-    metrics = post.share(functools.reduce(functools.partial(tree_map, torch.add), found) if found else None)
-    post.close()
-    late.arrive()
-    return metrics, state.params.map(lambda name, group: live_form(group)(late.home.get(name) or zeros(group)))
+    return run
 
 
-def past(name: str, stored: Any):
-    """A view that changes nothing, and whose gradients come home past autograd."""
-    return stored, lambda grads: Later(lambda: grads)
-
-
-def through(loss: Opened, state: State, stages: Stages, stage: int, batch: Batch, params: Groups, x: Any) -> Any:
-    return loss.stage(state._replace(params=params), batch, x, *stages.spans[stage])
-
-
-def forward(f: Callable[[Groups, Any], Any], params: Groups, x: Any, grad: bool) -> tuple[Any, tuple]:
-    """What a stage makes of x; and, to pull back, its differentiable results, and x and parameters as autograd knows them."""
-    given, spec = tree_flatten(x)
-    xs = [t.detach().requires_grad_(grad) if real(t) else t for t in given]
-    parts = parted(params)
-    ps = [p.detach().requires_grad_(grad) for p in parts.leaves]
-    with torch.set_grad_enabled(grad):
-        out = f(parts.whole(ps), tree_unflatten(spec, xs))
-    metrics = isinstance(out, dict) and isinstance(out.get("loss"), tuple) and hasattr(out["loss"], "total")
-    outs = [out["loss"].total] if metrics else [t for t in tree_flatten(out)[0] if real(t)]
-    return tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out), (outs, [t for t in xs if real(t)], ps, None)
-
-
-def real(t: Any) -> bool:
-    return isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())
-
-
-def pulled(outs: Sequence[Tensor], cts: Sequence[Tensor], to: Sequence[Tensor], again: bool = False) -> list[Tensor]:
-    """The gradients of outs, given their cotangents; `again`: what is kept will be needed once more."""
-    pairs = [(o, c) for o, c in zip(outs, cts, strict=True) if o.requires_grad]
-    if not pairs or not to:
-        return [torch.zeros_like(t) for t in to]
-    heads, cotangents = map(list, zip(*pairs, strict=True))
-    return list(torch.autograd.grad(heads, to, cotangents, retain_graph=again, materialize_grads=True))
-
-
-def zeros(group: Any) -> list[Tensor]:
-    return [torch.zeros(x.shape, dtype=at_least_float32(x.dtype), device=x.device) for x in live(group)]
+def owned(piece: Piece, grads: Any) -> Piece:
+    """Gradients of what a piece has, in its place."""
+    return Piece(grads, piece.axis, piece.holders, piece.layout)
 
 
 def sum_ties(grads: Groups, owners: dict[str, tuple[int, ...]], ax: Axis) -> Groups:
