@@ -1,0 +1,116 @@
+"""The scores of a chunk of a layout on a CPU: what is read and added where, in memory that the next chunk takes over."""
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..threefry import threefry_uniform
+from .chunks import Chunk, chunks
+from .layout import Layout
+from .reference import accumulator
+
+
+class Tiles:
+    """Attention over a layout in tiles: queries in lines of stacked heads' rows, (lines, stack * block, D), keys in blocks.
+
+    A chunk's tiles are (n, stack * block, d * block).
+    """
+
+    def __init__(
+        self, layout: Layout, q: Tensor, k: Tensor, bias: Tensor | None, padding: Tensor | None, key: Tensor | None, scale: float,
+        rate: float,
+    ) -> None:
+        self.layout, self.block, (self.R, self.C) = layout, layout.block, layout.shape
+        (self.batch, self.heads, self.Nq, _), (_, groups, self.Nk, _) = q.shape, k.shape
+        self.stack = self.heads // groups if layout.heads == 1 else 1
+        self.chunks = chunks(layout, self.batch, self.heads, groups)
+        self.bias, self.key, self.scale, self.rate = bias, key, scale, rate
+        self.padding = None if padding is None else pad(padding, (0, self.C * self.block - self.Nk)).unflatten(1, (self.C, -1))
+        self.wide = accumulator(q.dtype)
+        self.memory: dict[str, Tensor] = {}
+
+    def lines(self, x: Tensor) -> Tensor:
+        """(batch, heads, Nq, D) in lines."""
+        x = ended(x, self.R * self.block).unflatten(2, (self.R, self.block)).unflatten(1, (-1, self.stack))
+        return x.transpose(2, 3).reshape(-1, self.stack * self.block, x.shape[-1])
+
+    def unlined(self, x: Tensor) -> Tensor:
+        """(batch, heads, Nq, D) of lines."""
+        x = x.view(self.batch, -1, self.R, self.stack, self.block, x.shape[-1]).transpose(2, 3)
+        return x.reshape(self.batch, self.heads, self.R * self.block, x.shape[-1])[:, :, : self.Nq].contiguous()
+
+    def blocks(self, x: Tensor) -> Tensor:
+        """(batch, groups, Nk, D) in blocks, (blocks, block, D)."""
+        return ended(x, self.C * self.block).reshape(-1, self.block, x.shape[-1])
+
+    def unblocked(self, x: Tensor) -> Tensor:
+        """(batch, groups, Nk, D) of blocks."""
+        return x.view(self.batch, -1, self.C * self.block, x.shape[-1])[:, :, : self.Nk].contiguous()
+
+    def room(self, name: str, *shape: int) -> Tensor:
+        """Memory by name, for one chunk."""
+        size = torch.Size(shape).numel()
+        if name not in self.memory or len(self.memory[name]) < size:
+            self.memory[name] = torch.empty(size, dtype=self.wide)
+        return self.memory[name][:size].view(shape)
+
+    def take(self, name: str, x: Tensor, at: Tensor) -> Tensor:
+        """(n, rows, D): lines, or the blocks of each piece."""
+        room = self.room(name, at.numel(), *x.shape[1:])
+        if x.dtype == self.wide:
+            torch.index_select(x, 0, at.flatten(), out=room)
+        else:
+            room.copy_(x.index_select(0, at.flatten()))
+        return room.view(len(at), -1, x.shape[-1])
+
+    def scores(self, chunk: Chunk, q: Tensor, k: Tensor) -> Tensor:
+        """scale q k' + bias, -inf where nothing is seen."""
+        x = self.product("x", q, k.mT, self.scale)
+        tiles = x.view(len(x), self.stack, self.block, -1)
+        if self.bias is not None:
+            tiles.add_(self.bias[self.at(self.bias, chunk)])
+        cut = chunk.masks.shape[1]
+        if cut:
+            hidden = ~self.layout.masks[chunk.masks].transpose(1, 2).flatten(2)
+            tiles[..., -cut * self.block :].masked_fill_(hidden[:, None], -torch.inf)
+        if self.padding is not None:
+            batch, _, _, columns = self.places(chunk)
+            tiles.masked_fill_(~self.padding[batch[:, 0, 0], columns].flatten(1)[:, None, None], -torch.inf)
+        return x
+
+    def product(self, name: str, a: Tensor, b: Tensor, scale: float = 1.) -> Tensor:
+        return self.room(name, len(a), a.shape[1], b.shape[2]).baddbmm_(a, b, beta=0, alpha=scale)
+
+    def places(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of a chunk's tiles the batch (n, 1, 1), head (n, stack, 1), query (n, 1, block), and block of keys (n, d)."""
+        z = (chunk.line // self.R * self.stack)[:, None] + torch.arange(self.stack)
+        rows = (chunk.line % self.R * self.block)[:, None] + torch.arange(self.block)
+        return z[:, :1, None] // self.heads, z[..., None] % self.heads, rows[:, None], chunk.index % self.C
+
+    def at(self, bias: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
+        """Where a chunk's tiles are in a bias that broadcasts to (batch, heads, Nq, Nk); where it does, at 0."""
+        batch, head, row, columns = self.places(chunk)
+        keys = (columns[..., None] * self.block + torch.arange(self.block)).flatten(1)[:, None, None]
+        index = batch[..., None], head[..., None], row[..., None], keys
+        return tuple(i.clamp(max=n - 1) if n > 1 else i.new_zeros(1, 1, 1, 1) for i, n in zip(index, bias.shape, strict=True))
+
+    def kept(self, chunk: Chunk) -> Tensor:
+        """Dropout's factors: a draw at the flat position in (batch, heads, Nq, Nk)."""
+        batch, head, row, columns = self.places(chunk)
+        rows = ((batch * self.heads + head) * self.Nq + row) * self.Nk
+        draws = threefry_uniform(self.key, rows[..., None] + columns[:, None, None] * self.block, self.block)
+        return (draws < 1 - self.rate).to(self.wide).div_(1 - self.rate or 1.).view(len(chunk.line), self.stack * self.block, -1)
+
+    def add(self, to: Tensor, chunk: Chunk, weights: Tensor, x: Tensor) -> None:
+        """weights' x, to the blocks of keys of each piece."""
+        to.index_add_(0, chunk.flat, self.product("added", weights.mT, x).view(-1, *to.shape[1:]))
+
+    def add_bias(self, to: Tensor, chunk: Chunk, ds: Tensor) -> None:
+        """ds, to where its bias is."""
+        over = [dim for dim in (1, 2, 3) if to.shape[dim] == 1]
+        tiles = ds.view(len(ds), self.stack, self.block, -1)
+        to.index_put_(self.at(to, chunk), tiles.sum(over, keepdim=True) if over else tiles, accumulate=True)
+
+
+def ended(x: Tensor, n: int) -> Tensor:
+    """x with rows of zeros at its end, so that there are n."""
+    return x if x.shape[2] == n else pad(x, (0, 0, 0, n - x.shape[2]))
