@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .chunks import Chunk
 from .layout import Layout
-from .tiles import Tiles
+from .tiles import Tiles, take
 
 
 def attention(
@@ -20,29 +20,37 @@ def attention(
     """(out, lse): as kernel.attention."""
     tiles = Tiles(layout, q, k, bias, padding, key, scale, rate)
     Q, K, V = tiles.lines(q), tiles.blocks(k), tiles.blocks(v)
-    out = torch.zeros_like(Q, memory_format=torch.contiguous_format)
-    lse = out.new_full((*Q.shape[:2], 1), -torch.inf, dtype=tiles.wide)
+    out = torch.zeros_like(Q)
+    lse = out.new_full((len(Q), tiles.stack * tiles.block), -torch.inf, dtype=tiles.wide)
+    tiny = torch.finfo(tiles.wide).tiny
     for chunk in tiles.chunks:
-        x = tiles.scores(chunk, tiles.take("q", Q, chunk.line), tiles.take("k", K, chunk.index))
-        top = x.amax(-1, keepdim=True)
-        top.masked_fill_(top == -torch.inf, 0)
-        total = x.sub_(top).exp_().sum(-1, keepdim=True)
-        p = x if key is None else x.mul_(tiles.kept(chunk))
-        o = tiles.product("o", p, tiles.take("k", V, chunk.index)).div_(total.clamp(min=torch.finfo(tiles.wide).tiny))
-        put(out, lse, chunk, o, total.log_().add_(top))
+        room = tiles.room(chunk)
+        take(Q, chunk.line, room.q_lines)
+        take(K, chunk.flat, room.k_blocks)
+        take(V, chunk.flat, room.v_blocks)
+        room.q.mul_(scale)
+        x, top, total = tiles.scores(chunk, room), room.top, room.total
+        torch.amax(x, -1, keepdim=True, out=top)
+        top.clamp_(min=-torch.finfo(tiles.wide).max)                # -inf - -inf is none
+        torch.sum(x.sub_(top).exp_(), -1, keepdim=True, out=total)
+        if key is not None:
+            x.mul_(tiles.kept(chunk))
+        torch.bmm(x, room.v, out=room.o).div_(total.clamp(min=tiny))
+        top.add_(total.log_())
+        put(out, lse, chunk, room.o_lines, top.view(len(top), -1))
     return tiles.unlined(out), tiles.unlined(lse).squeeze(-1)
 
 
 def put(out: Tensor, lse: Tensor, chunk: Chunk, o: Tensor, top: Tensor) -> None:
     """Write pieces of lines, or merge them with those before."""
     if not chunk.first:
-        before = lse[chunk.line]
+        before, rows = lse[chunk.line], (*top.shape, -1)
         both = torch.logaddexp(before, top)
         ref = both.masked_fill(both == -torch.inf, 0)
-        o = o.mul_((top - ref).exp()).add_(out[chunk.line] * (before - ref).exp())
-        top = both
-    out[chunk.line] = o.to(out.dtype)
-    lse[chunk.line] = top
+        o = o.view(rows) * (top - ref).exp()[..., None] + out[chunk.line].view(rows) * (before - ref).exp()[..., None]
+        o, top = o.flatten(1), both
+    out.index_copy_(0, chunk.line, o.to(out.dtype))
+    lse.index_copy_(0, chunk.line, top)
 
 
 def gradients(
@@ -53,24 +61,37 @@ def gradients(
     tiles = Tiles(layout, q, k, bias, padding, key, scale, rate)
     Q, G, K, V = tiles.lines(q), tiles.lines(grad), tiles.blocks(k), tiles.blocks(v)
     L = tiles.lines(lse.masked_fill(lse == -torch.inf, torch.inf)[..., None])
-    delta = (G.to(tiles.wide) * tiles.lines(out)).sum(-1, keepdim=True)
+    delta = tiles.lines(dots(grad, out, tiles.wide)[..., None])
     dQ, dK, dV = (torch.zeros(x.shape, dtype=tiles.wide) for x in (Q, K, V))
     dbias = None if bias is None else torch.zeros(bias.shape, dtype=tiles.wide)
     for chunk in tiles.chunks:
-        q_, g_ = tiles.take("q", Q, chunk.line), tiles.take("g", G, chunk.line)
-        k_, v_ = tiles.take("k", K, chunk.index), tiles.take("v", V, chunk.index)
-        p = tiles.scores(chunk, q_, k_).sub_(L[chunk.line]).exp_()
-        ds = tiles.product("ds", g_, v_.mT)
+        room = tiles.room(chunk)
+        take(Q, chunk.line, room.q_lines)
+        take(G, chunk.line, room.g_lines)
+        take(K, chunk.flat, room.k_blocks)
+        take(V, chunk.flat, room.v_blocks)
+        room.q.mul_(scale)
+        p = tiles.scores(chunk, room).sub_(L[chunk.line][..., None]).exp_()
+        ds = torch.bmm(room.g, room.vT, out=room.ds)
         if key is None:
-            tiles.add(dV, chunk, p, g_)
+            ds.sub_(delta[chunk.line][..., None]).mul_(p)
         else:
             keep = tiles.kept(chunk)
-            tiles.add(dV, chunk, p * keep, g_)
-            ds.mul_(keep)
-        ds.sub_(delta[chunk.line]).mul_(p)
+            ds.mul_(keep).sub_(delta[chunk.line][..., None]).mul_(p)
+            p.mul_(keep)
+        torch.bmm(room.xT, room.g, out=room.dk)
+        dV.index_add_(0, chunk.flat, room.dk_blocks)
         if dbias is not None:
             tiles.add_bias(dbias, chunk, ds)
-        tiles.add(dK, chunk, ds, q_)
-        dQ.index_add_(0, chunk.line, tiles.product("dq", ds, k_))
-    found = tiles.unlined(dQ.mul_(scale)).to(q.dtype), tiles.unblocked(dK.mul_(scale)).to(k.dtype), tiles.unblocked(dV).to(v.dtype)
+        torch.bmm(room.dsT, room.q, out=room.dk)
+        dK.index_add_(0, chunk.flat, room.dk_blocks)
+        torch.bmm(ds, room.k, out=room.o)
+        dQ.index_add_(0, chunk.line, room.o_lines)
+    found = tiles.unlined(dQ.mul_(scale)).to(q.dtype), tiles.unblocked(dK).to(k.dtype), tiles.unblocked(dV).to(v.dtype)
     return [*found] if dbias is None or bias is None else [*found, dbias.to(bias.dtype)]
+
+
+def dots(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """sum a b over the last dim, some rows at a time."""
+    pairs = zip(a.flatten(0, 1).split(1), b.flatten(0, 1).split(1), strict=True)
+    return torch.cat([(x.to(wide) * y).sum(-1) for x, y in pairs]).view(a.shape[:-1])
