@@ -13,6 +13,7 @@ from .reference import accumulator
 
 class Room:
     """A chunk's tensors, as they are computed with and, flat, as they are read and added."""
+    NAMES = ("q", "k", "v", "g", "x", "ds", "o", "dk")
 
     def __init__(self, pieces: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, x: Tensor, ds: Tensor, o: Tensor, dk: Tensor) -> None:
         self.q, self.k, self.v, self.g, self.x, self.ds, self.o, self.dk = q, k, v, g, x, ds, o, dk
@@ -44,7 +45,10 @@ class Tiles:
         self.bias, self.key, self.scale, self.rate = bias, key, scale, rate
         self.padding = None if padding is None else pad(padding, (0, self.C * self.block - self.Nk)).unflatten(1, (self.C, -1))
         self.wide = accumulator(q.dtype)
-        self.memory: dict[str, Tensor] = {}
+        most = {chunk.index.shape: Room.shapes(len(chunk.line), self.stack * self.block, chunk.index.shape[1] * self.block, self.D)
+                for chunk in self.chunks}.values()
+        self.memory = {name: torch.empty(max(prod(shapes[name]) for shapes in most), dtype=self.wide)
+                       for name in Room.NAMES if most}
         self.rooms: dict[tuple[int, int], Room] = {}
 
     def lines(self, x: Tensor) -> Tensor:
@@ -70,9 +74,6 @@ class Tiles:
         n, d = chunk.index.shape
         if (n, d) not in self.rooms:
             shapes = Room.shapes(n, self.stack * self.block, d * self.block, self.D)
-            for name, shape in shapes.items():
-                if name not in self.memory or len(self.memory[name]) < prod(shape):
-                    self.memory[name] = torch.empty(prod(shape), dtype=self.wide)
             self.rooms[n, d] = Room(n * d, **{name: self.memory[name][: prod(shape)].view(shape) for name, shape in shapes.items()})
         return self.rooms[n, d]
 
