@@ -1,5 +1,7 @@
 """Ops: each a folder with a plain reference, a CPU path and a Triton kernel."""
 
+from .sparse import Layout as Layout
+from .sparse import sparse_attention as sparse_attention
 from .xent import cross_entropy as cross_entropy
 from .xent import linear_cross_entropy as linear_cross_entropy
 from .xent import linear_cross_entropy_sum as linear_cross_entropy_sum

@@ -35,9 +35,10 @@ class Op:
 
 @dataclass(frozen=True)
 class Paths:
-    """A function's implementations: on the CPU (the reference, if None) and on a GPU."""
+    """A function's implementations: on the CPU (the reference, if None), on a GPU, and its vmap rule (the reference's, if None)."""
     cpu: Function | None
     cuda: Function
+    vmap: Function | None = None
 
 
 def op(
@@ -145,7 +146,8 @@ def _backward_op(name: str, reference: Function, raw: Any, saves: int, paths: Pa
         return reference_jvp(lambda *a: tuple(plain(*a)), args, (), tangents, None)
 
     forward = lambda *args: tuple(raw_backward(*args))
-    call = function(f"{name}_backward", forward, setup_context, backward, jvp, batches(lambda *a: tuple(plain(*a))))
+    vmap = paths.vmap or batches(lambda *a: tuple(plain(*a)))
+    call = function(f"{name}_backward", forward, setup_context, backward, jvp, vmap)
     return Op(f"{name}_backward", plain, path(paths.cpu), path(paths.cuda), call)
 
 

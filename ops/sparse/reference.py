@@ -11,7 +11,10 @@ def attention(
     index: Tensor, mask: Tensor, column_start: Tensor, column_full: Tensor, column_index: Tensor, column_mask: Tensor,
     masks: Tensor, causal: bool, scale: float, rate: float,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse): softmax over what is seen; out is 0 and lse -inf in rows that see nothing. lse has no derivative."""
+    """(out, lse): softmax over what is seen; out is 0 and lse -inf in rows that see nothing. lse has no derivative.
+
+    key is int32 (2 + batch,): a key's words, and each row's place in the whole batch.
+    """
     (batch, heads, Nq, _), (_, few, Nk, _), wide = q.shape, k.shape, accumulator(q.dtype)
     seen = visible(start, index, mask, masks, heads_of(full, Nq, masks), (Nq, Nk))
     if causal:
@@ -29,8 +32,9 @@ def attention(
     lse = (total.log() + top).squeeze(-1).detach()
     p = p / total.masked_fill(total == 0, 1)
     if key is not None and rate > 0:
-        draws = uniform(key, 0, batch * heads * Nq * Nk).view(batch, heads, Nq, Nk)
-        p = torch.where(draws < 1 - rate, p, 0) / (1 - rate)
+        size = heads * Nq * Nk
+        draws = uniform(key[:2], key[2:].long() * size, size).view(batch, heads, Nq, Nk)
+        p = torch.where(draws < 1 - rate, p, 0) / (1 - rate or 1.)
     return (p @ V).to(q.dtype), lse
 
 

@@ -91,7 +91,7 @@ class Tiles:
             tiles[..., -cut * self.block :].masked_fill_(hidden[:, None], -torch.inf)
         if self.padding is not None:
             batch, _, _, columns = self.places(chunk)
-            tiles.masked_fill_(~self.padding[batch[:, 0, 0], columns].flatten(1)[:, None, None], -torch.inf)
+            tiles.masked_fill_(~self.padding[batch[:, :, 0], columns].flatten(1)[:, None, None], -torch.inf)
         return x
 
     def places(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -108,10 +108,12 @@ class Tiles:
         return tuple(i.clamp(max=n - 1) if n > 1 else i.new_zeros(1, 1, 1, 1) for i, n in zip(index, bias.shape, strict=True))
 
     def kept(self, chunk: Chunk) -> Tensor:
-        """Dropout's factors: a draw at the flat position in (batch, heads, Nq, Nk)."""
+        """Dropout's factors: a draw at the flat position in (whole batch, heads, Nq, Nk)."""
+        assert self.key is not None
         batch, head, row, columns = self.places(chunk)
+        batch = self.key[2:].long()[batch]
         rows = ((batch * self.heads + head) * self.Nq + row) * self.Nk
-        draws = threefry_uniform(self.key, rows[..., None] + columns[:, None, None] * self.block, self.block)
+        draws = threefry_uniform(self.key[:2], rows[..., None] + columns[:, None, None] * self.block, self.block)
         return (draws < 1 - self.rate).to(self.wide).div_(1 - self.rate or 1.).view(len(chunk.line), self.stack * self.block, -1)
 
     def add_bias(self, to: Tensor, chunk: Chunk, ds: Tensor) -> None:
