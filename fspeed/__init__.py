@@ -1,6 +1,5 @@
 """fspeed: training steps as pure functions, and transforms that compose in any order."""
 
-from fspeed import nodes as _nodes
 from fspeed import optim as optim
 from fspeed import random as random
 from fspeed.functional import functional as functional

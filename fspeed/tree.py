@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fspeed.grad import in_torch_func, in_trace
+from fspeed.ops.sparse.layout import Blocks, Layout
 from fspeed.shard.collectives import all_gather
 from fspeed.shard.mesh import Axis
 from fspeed.shard.piece import Absent, Flat, Frozen, Piece, Tied, gather, thaw
@@ -145,6 +146,8 @@ class Groups:
 
 
 register(Groups, ("stored",), ("names", "skeleton", "axes", "placed"))
+register(Blocks, ("start", "full", "index", "mask"))
+register(Layout, ("rows", "columns", "masks"), ("block", "heads", "lengths"))
 
 
 def cut(

@@ -1,4 +1,5 @@
 """Block-sparse attention: layouts say which blocks of queries see which blocks of keys, and only those are computed."""
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .show import show as show
 kernel_attention, kernel_gradients = (of_kernel(__package__, name) for name in ("attention", "gradients"))
 
 
-def under(q: Tensor, k: Tensor, layout: tuple[Tensor, ...], causal: bool) -> Layout:
+def under(q: Tensor, k: Tensor, layout: Sequence[Tensor], causal: bool) -> Layout:
     """The layout of the op's arguments."""
     found = known(layout, (q.shape[2], k.shape[2]))
     return found.causal() if causal else found
@@ -40,14 +41,15 @@ def on_gpu(q: Tensor, k: Tensor, v: Tensor, bias: Any, padding: Any, key: Any, *
 
 def backward_on_cpu(grads: tuple, inputs: tuple, outputs: tuple) -> list[Tensor]:
     q, k, v, bias, padding, key, *layout, causal, scale, rate = inputs
-    return cpu.gradients(*grads, q, k, v, *outputs, under(q, k, layout, causal), bias, padding, key, scale, rate)
+    (grad,), (out, lse) = grads, outputs
+    return cpu.gradients(grad, q, k, v, out, lse, under(q, k, layout, causal), bias, padding, key, scale, rate)
 
 
 def backward_on_gpu(grads: tuple, inputs: tuple, outputs: tuple) -> list[Tensor]:
     q, k, v, bias, padding, key, *layout, causal, scale, rate = inputs
-    seen = under(q, k, layout, causal)
+    (grad,), (out, lse), seen = grads, outputs, under(q, k, layout, causal)
     return kernel_gradients(
-        *grads, q, k, v, *outputs, seen.rows, seen.columns, seen.masks, bias, padding, key, scale, rate)
+        grad, q, k, v, out, lse, seen.rows, seen.columns, seen.masks, bias, padding, key, scale, rate)
 
 
 def folded(fn: Any, by_batch: int) -> Any:

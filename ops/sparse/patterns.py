@@ -4,6 +4,7 @@ Rows and columns are aligned at their ends, as `causal` is: with R blocks of que
 r + C - R. A layout made with `causal=True` never sees the future, whatever it is made of: it is cut within blocks too.
 """
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -68,15 +69,16 @@ def fixed(
     R. Child et al., "Generating long sequences with sparse transformers", arXiv 1904.10509.
     """
     if globals < 1 or local % globals or not 1 <= patterns <= local // globals:
-        raise ValueError(f"fixed: windows of {local} blocks, {globals} of them global, {patterns} patterns: expected globals to divide "
-                         f"local, and patterns in [1, local / globals]")
+        raise ValueError(f"fixed: windows of {local} blocks, {globals} of them global, {patterns} patterns: expected globals to "
+                         "divide local, and patterns in [1, local / globals]")
 
     def head(h: int) -> Layout:
         def pairs(R: int, C: int) -> list[Pairs]:
             first = local - (1 + h % patterns) * globals
             starts = [min(at + first, max(C - globals, 0)) for at in range(0, C, local)]
             chosen = [c for at in starts for c in range(at, min(at + globals, C))]
-            return [within_windows(R, C, [local]), every(range(R), chosen), every(at_home(chosen, R, C) if horizontal else [], range(C))]
+            rows = at_home(chosen, R, C) if horizontal else []
+            return [within_windows(R, C, [local]), every(range(R), chosen), every(rows, range(C))]
 
         return built(lengths, block, causal, pairs)
 
@@ -102,7 +104,8 @@ def variable(
     """
     def pairs(R: int, C: int) -> list[Pairs]:
         chosen = [c for g in globals for c in (range(*g) if isinstance(g, tuple) else (g,)) if c < C]
-        return [within_windows(R, C, windows), every(range(R), chosen), every(at_home(chosen, R, C) if horizontal else [], range(C))]
+        rows = at_home(chosen, R, C) if horizontal else []
+        return [within_windows(R, C, windows), every(range(R), chosen), every(rows, range(C))]
 
     return scattered(lengths, block, causal, pairs, random, key, heads)
 
@@ -206,7 +209,7 @@ def within_windows(R: int, C: int, sizes: Sequence[int]) -> Pairs:
     starts = [0]
     while starts[-1] < C:
         starts.append(starts[-1] + sizes[min(len(starts) - 1, len(sizes) - 1)])
-    pairs = [every(at_home(range(a, min(b, C)), R, C), range(a, min(b, C))) for a, b in zip(starts, starts[1:], strict=False)]
+    pairs = [every(at_home(range(a, min(b, C)), R, C), range(a, min(b, C))) for a, b in pairwise(starts)]
     return torch.cat([row for row, _ in pairs]), torch.cat([column for _, column in pairs])
 
 

@@ -1,4 +1,4 @@
-"""Attention under a layout in plain operations, with all of its scores at once: what is right, derivatives of any order included."""
+"""Attention under a layout in plain operations, all scores at once: what is right, derivatives of any order included."""
 import torch
 from torch import Tensor
 

@@ -14,7 +14,7 @@ def show(layout: Layout, head: int = 0, width: int = 64) -> str:
     ██▒···
     █·█▒··
     █··█▒·
-    █···█▒
+    ▒···▒▒
     """
     R, C = layout.shape
     side = -(-max(R, C) // width)

@@ -15,7 +15,9 @@ class Room:
     """A chunk's tensors, as they are computed with and, flat, as they are read and added."""
     NAMES = ("q", "k", "v", "g", "x", "ds", "o", "dk")
 
-    def __init__(self, pieces: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, x: Tensor, ds: Tensor, o: Tensor, dk: Tensor) -> None:
+    def __init__(
+        self, pieces: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, x: Tensor, ds: Tensor, o: Tensor, dk: Tensor,
+    ) -> None:
         self.q, self.k, self.v, self.g, self.x, self.ds, self.o, self.dk = q, k, v, g, x, ds, o, dk
         self.kT, self.vT, self.xT, self.dsT = k.mT, v.mT, x.mT, ds.mT
         self.q_lines, self.g_lines, self.o_lines = q.flatten(1), g.flatten(1), o.flatten(1)
