@@ -100,7 +100,8 @@ def _backward_op(name: str, reference: Function, raw: Any, saves: int, paths: Pa
     arguments, results = raw._schema.arguments, len(raw._schema.returns)
     shown = results - saves
     declared = [f"Tensor grad{i}" for i in range(shown)] + [f"Tensor out{i}" for i in range(results)]
-    declared += [f"{a.type.annotation_str} {a.name}" for a in arguments]
+    spelled = lambda kind: f"{kind[9:-1]}?" if kind.startswith("Optional") else kind          # Optional[Tensor] in a schema
+    declared += [f"{spelled(a.type.annotation_str)} {a.name}" for a in arguments]
     split = lambda args: (args[:shown], args[shown + results :], args[shown : shown + results])
 
     def plain(*args: Any) -> list[Tensor]:

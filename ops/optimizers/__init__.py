@@ -13,20 +13,24 @@ import torch
 from torch import Tensor
 
 from ..interpret import interpreting
-from ..op import bare, of_kernel, op
+from ..op import Op, Paths, bare, of_kernel, op, reference_backward
 from . import reference
 
 Number = float | Tensor
 
-_ADAMW = op(
-    "adamw(Tensor p, Tensor g, Tensor mu, Tensor nu, Tensor numbers, Tensor? ends, Tensor? decays, Tensor? key, SymInt start) "
-    "-> (Tensor, Tensor, Tensor)", reference.adamw, of_kernel(__package__, "adamw"))
-_LION = op(
-    "lion(Tensor p, Tensor g, Tensor mu, Tensor numbers, Tensor? ends, Tensor? decays, Tensor? key, SymInt start) "
-    "-> (Tensor, Tensor)", reference.lion, of_kernel(__package__, "lion"))
-_SGD = op(
-    "sgd_momentum(Tensor p, Tensor g, Tensor trace, Tensor numbers, Tensor? key, SymInt start, bool nesterov) -> (Tensor, Tensor)",
-    reference.sgd_momentum, of_kernel(__package__, "sgd_momentum"))
+
+def _op(name: str, arguments: str, results: int) -> Op:
+    """The op of a reference and the kernel of its name; derivatives are the reference's."""
+    plain = getattr(reference, name)
+    backward = Paths(None, lambda grads, inputs, outputs: reference_backward(plain, grads, inputs, results))
+    outputs = ", ".join(["Tensor"] * results)
+    return op(f"{name}({arguments}) -> ({outputs})", plain, of_kernel(__package__, name), backward=backward)
+
+
+_ADAMW = _op(
+    "adamw", "Tensor p, Tensor g, Tensor mu, Tensor nu, Tensor numbers, Tensor? ends, Tensor? decays, Tensor? key, int start", 3)
+_LION = _op("lion", "Tensor p, Tensor g, Tensor mu, Tensor numbers, Tensor? ends, Tensor? decays, Tensor? key, int start", 2)
+_SGD = _op("sgd_momentum", "Tensor p, Tensor g, Tensor trace, Tensor numbers, Tensor? key, int start, bool nesterov", 2)
 
 
 def adamw(

@@ -9,7 +9,7 @@ def adamw(
     p: Tensor, g: Tensor, mu: Tensor, nu: Tensor, numbers: Tensor, ends: Tensor | None, decays: Tensor | None, key: Tensor | None,
     start: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    b1, a1, b2, a2, rate, eps, decay, scale = numbers.unbind()
+    b1, a1, b2, a2, rate, eps, decay, scale = (numbers[i] for i in range(len(numbers)))
     g = scale * wide(g)
     m, n = b1 * wide(mu) + a1 * g, b2 * wide(nu) + a2 * g * g
     new = shrink(p, decay, ends, decays) * wide(p) - rate * m / (n.sqrt() + eps)
@@ -19,7 +19,7 @@ def adamw(
 def lion(
     p: Tensor, g: Tensor, mu: Tensor, numbers: Tensor, ends: Tensor | None, decays: Tensor | None, key: Tensor | None, start: int,
 ) -> tuple[Tensor, Tensor]:
-    b1, a1, b2, a2, rate, decay, scale = numbers.unbind()
+    b1, a1, b2, a2, rate, decay, scale = (numbers[i] for i in range(len(numbers)))
     g, m = scale * wide(g), wide(mu)
     new = shrink(p, decay, ends, decays) * wide(p) - rate * torch.sgn(a1 * g + b1 * m)
     return stored(new, p, key, start), (b2 * m + a2 * g).to(mu.dtype)
@@ -28,10 +28,11 @@ def lion(
 def sgd_momentum(
     p: Tensor, g: Tensor, trace: Tensor, numbers: Tensor, key: Tensor | None, start: int, nesterov: bool,
 ) -> tuple[Tensor, Tensor]:
-    decay, rate, scale = numbers.unbind()
+    decay, rate, scale = (numbers[i] for i in range(len(numbers)))
     g = scale * wide(g)
     t = g + decay * wide(trace)
-    return stored(wide(p) - rate * (g + decay * t if nesterov else t), p, key, start), t.to(trace.dtype)
+    kept = 1 * wide(p)          # a gradient that is the result's own may not leave an op as it came
+    return stored(kept - rate * (g + decay * t if nesterov else t), p, key, start), t.to(trace.dtype)
 
 
 # ---------------------------------------------------------------- what they share
