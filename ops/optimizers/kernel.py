@@ -9,7 +9,6 @@ from torch import Tensor
 from ..interpret import interpreting, on
 from ..threefry.kernel import threefry2x32
 
-BLOCK = 1024        # elements a program: 8 a thread, two 128-bit loads of each bucket in float32
 CONFIG = dict(num_warps=4)
 
 
@@ -55,9 +54,15 @@ def fresh(*xs: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs)
 
 
+def elements(amd: bool) -> int:
+    """A program's: 8 a thread, 128 bits of each bucket in bfloat16 and twice that in float32. AMD's warps are of 64 threads."""
+    return 2048 if amd else 1024
+
+
 def block(n: int) -> int:
     """The interpreter takes as long for a program of any size."""
-    return max(BLOCK, triton.next_power_of_2(min(n, 1 << 20))) if interpreting() else BLOCK
+    least = elements(torch.version.hip is not None)
+    return max(least, triton.next_power_of_2(min(n, 1 << 20))) if interpreting() else least
 
 
 def grid(n: int) -> tuple[int]:

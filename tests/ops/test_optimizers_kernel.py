@@ -1,10 +1,7 @@
-"""Optimizers' kernels: compiled for GPUs ahead of time, and interpreted, to the reference's bits."""
+"""Optimizers' kernels: compiled for GPUs ahead of time."""
 import pytest
-import torch
 
-from fspeed.ops import aot, optimizers
-from fspeed.ops.interpret import interpreted
-from fspeed.ops.optimizers import reference
+from fspeed.ops import aot
 
 pytest.importorskip("triton")
 from fspeed.ops.optimizers import kernel  # noqa: E402
@@ -18,7 +15,7 @@ def compiled(name, target, types=None, **given):
     """A kernel with all buckets in float32 but those named; arguments that are given are constants."""
     kernel_ = getattr(kernel, f"{name}_kernel")
     kinds = {"numbers": "*fp32", "ends": "*i64", "decays": "*fp32", "key": "*i32", **INTEGERS, **dict.fromkeys(BUCKETS[name], "*fp32")}
-    constants = {"copy": None, "key": None, "BLOCK": kernel.BLOCK} | ({"NESTEROV": True} if name == "sgd" else {}) | given
+    constants = {"copy": None, "key": None, "BLOCK": kernel.elements(target == "gfx942")} | ({"NESTEROV": True} if name == "sgd" else {}) | given
     constants = {k: v for k, v in constants.items() if k not in (types or {})}
     return aot.compiled(kernel_, kinds | (types or {}), constants, target, sixteens=("n",), **kernel.CONFIG)
 
