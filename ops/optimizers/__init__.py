@@ -1,7 +1,7 @@
 """Optimizers on flat buckets: parameters, gradients and moments of one length, each read and written once.
 
-A parameter takes 28 bytes of AdamW in float32, 26 with gradients in bfloat16, 20 of Lion and of SGD with momentum. Kernels load 128
-bits at a time where a bucket's length is a multiple of 16 elements. They compute in at least float32; on a GPU a result may be off by
+A parameter takes 28 bytes of AdamW in float32, 26 with gradients in bfloat16, 20 of Lion and of SGD with momentum. Kernels load
+128 bits at a time where a bucket is a multiple of 16 elements long. They compute in at least float32; on a GPU a result may be off by
 4 roundings, since products and sums are fused and roots approximated; interpreted, they give the reference's bits.
 
 Numbers may be tensors on the bucket's device, so that nothing waits for it. Those that change from step to step are given as they

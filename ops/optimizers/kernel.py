@@ -111,10 +111,7 @@ def sgd_kernel(p, g, trace, to_p, to_trace, copy, numbers, key, start, n, NESTER
     decay, rate = tl.load(numbers), tl.load(numbers + 1)
     G = tl.load(numbers + 2) * G
     T = G + decay * T
-    if NESTEROV:
-        P = P - rate * (G + decay * T)
-    else:
-        P = P - rate * T
+    P = P - rate * (G + decay * T if NESTEROV else T)
     write(to_p, copy, P, key, start, first, i, n, BLOCK)
     tl.store(to_trace + i, T.to(to_trace.dtype.element_ty), i < n)
 
@@ -163,10 +160,9 @@ def search(ends, last, i):
 @triton.jit
 def write(to, copy, x, key, start, first, i, n, BLOCK: tl.constexpr):
     """x in the bucket's dtype, rounded by a key if there is one, and a copy in the copy's."""
-    if key is None:
-        x = x.to(to.dtype.element_ty)
-    else:
-        x = round_by_key(x, key, start + first, BLOCK).to(to.dtype.element_ty)
+    if key is not None:
+        x = round_by_key(x, key, start + first, BLOCK)
+    x = x.to(to.dtype.element_ty)
     tl.store(to + i, x, i < n)
     if copy is not None:
         tl.store(copy + i, x.to(copy.dtype.element_ty), i < n)
@@ -174,7 +170,7 @@ def write(to, copy, x, key, start, first, i, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def round_by_key(x, key, position, BLOCK: tl.constexpr):
-    """x as a bfloat16 number, up or down by 16 random bits: a quarter of what the hash of position // 4 gives; 4 divides position."""
+    """x as a bfloat16 number, up or down by 16 random bits: a quarter of the hash of position // 4; 4 divides position."""
     count = position // 4 + tl.arange(0, BLOCK // 4)
     k0, k1 = tl.load(key).to(tl.uint32), tl.load(key + 1).to(tl.uint32)
     x0, x1 = threefry2x32(k0, k1, (count >> 32).to(tl.uint32), count.to(tl.uint32))

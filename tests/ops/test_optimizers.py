@@ -24,8 +24,8 @@ def drawn(n, seed=0, dtype=torch.float32):
 
 def run(name, rows, **given):
     """In the functional form, and in place: new tensors."""
-    numbers = {"adamw": dict(rate=0.1, power1=0.81, power2=0.99**2, b2=0.99, weight_decay=0.1), "lion": dict(rate=0.1, weight_decay=0.1),
-               "sgd_momentum": dict(rate=0.1, nesterov=True)}[name] | given
+    numbers = {"adamw": dict(rate=0.1, power1=0.81, power2=0.99**2, b2=0.99, weight_decay=0.1),
+               "lion": dict(rate=0.1, weight_decay=0.1), "sgd_momentum": dict(rate=0.1, nesterov=True)}[name] | given
     rows = rows[: {"adamw": 4, "lion": 3, "sgd_momentum": 3}[name]]
     made = getattr(optimizers, name)(*rows, **numbers)
     mine = [x.clone() for x in rows]
@@ -68,7 +68,7 @@ def test_segments_have_decays_of_their_own(lengths, padding):
             got, *_ = run("adamw", rows, ends=ends, decays=decays)
         starts = [0, *ends[:-1].tolist()]
         for a, b, decay in zip(starts, [*ends[:-1].tolist(), n], decays, strict=True):
-            alone, *_ = optimizers.adamw(*[x[a:b] for x in rows], rate=0.1, power1=0.81, power2=0.99**2, b2=0.99, weight_decay=0.1 * decay)
+            alone, *_ = run("adamw", [x[a:b] for x in rows], weight_decay=0.1 * decay)
             torch.testing.assert_close(got[a:b], alone, rtol=1e-6, atol=1e-7)
 
 

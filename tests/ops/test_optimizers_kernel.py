@@ -4,7 +4,7 @@ import pytest
 from fspeed.ops import aot
 
 pytest.importorskip("triton")
-from fspeed.ops.optimizers import kernel  # noqa: E402
+from fspeed.ops.optimizers import kernel
 
 INTEGERS = {"start": "i64", "n": "i64", "last": "i32"}
 BUCKETS = {"adamw": ("p", "g", "mu", "nu", "to_p", "to_mu", "to_nu"), "lion": ("p", "g", "mu", "to_p", "to_mu"),
@@ -14,8 +14,10 @@ BUCKETS = {"adamw": ("p", "g", "mu", "nu", "to_p", "to_mu", "to_nu"), "lion": ("
 def compiled(name, target, types=None, **given):
     """A kernel with all buckets in float32 but those named; arguments that are given are constants."""
     kernel_ = getattr(kernel, f"{name}_kernel")
-    kinds = {"numbers": "*fp32", "ends": "*i64", "decays": "*fp32", "key": "*i32", **INTEGERS, **dict.fromkeys(BUCKETS[name], "*fp32")}
-    constants = {"copy": None, "key": None, "BLOCK": kernel.elements(target == "gfx942")} | ({"NESTEROV": True} if name == "sgd" else {}) | given
+    kinds = {"numbers": "*fp32", "ends": "*i64", "decays": "*fp32", "key": "*i32", **INTEGERS}
+    kinds |= dict.fromkeys(BUCKETS[name], "*fp32")
+    constants = {"copy": None, "key": None,
+                 "BLOCK": kernel.elements(target == "gfx942")} | ({"NESTEROV": True} if name == "sgd" else {}) | given
     constants = {k: v for k, v in constants.items() if k not in (types or {})}
     return aot.compiled(kernel_, kinds | (types or {}), constants, target, sixteens=("n",), **kernel.CONFIG)
 
