@@ -61,7 +61,7 @@ def _nvidia(made: Any) -> Compiled:
         raise RuntimeError(f"ptxas said nothing of registers and spills: {log[-500:]}")
     return Compiled(
         int(registers[1]), int(spills[1]) + int(spills[2]), made.metadata.shared, len(re.findall(r"\bLDG", sass)),
-        len(re.findall(r"LDG\.E[^;]*\.128", sass)), "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else "")
+        len(re.findall(r"LDG(?:STS)?\.E[^;]*\.128", sass)), "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else "")
 
 
 def _amd(made: Any) -> Compiled:

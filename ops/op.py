@@ -35,8 +35,8 @@ class Op:
 
 @dataclass(frozen=True)
 class Paths:
-    """A function's implementations: on the CPU (the reference, if None) and on a GPU."""
-    cpu: Function | None
+    """A function's implementations, on the CPU and on a GPU."""
+    cpu: Function
     cuda: Function
 
 
@@ -53,7 +53,7 @@ def op(
         cuda, cpu: the same function on tensors of one device, without derivatives. They return new contiguous tensors, and get
             tensors as they are: strided, or empty. `cpu` is the reference if None.
         backward: `(grads, inputs, outputs) -> grads of the inputs` on each device, a tensor for each input that is a floating-point
-            tensor, in their order. The reference's own if None. `grads` are of the outputs that are not saved.
+            tensor, in their order. If None, the reference's, which a trace sees as plain operations. `grads` are of the outputs that are not saved.
         fake: the shapes of the result, on fake tensors; by default what the reference says.
         vmap: `(info, in_dims, *args) -> (out, out_dims)`, as `torch.autograd.Function` takes it; by default the reference, batched.
         saves: how many of the last outputs are there for `backward` alone: they have no gradient.
@@ -67,7 +67,7 @@ def op(
     """
     name = schema.partition("(")[0]
     raw = register(schema, cpu or reference, cuda, fake or reference)
-    pull = _backward_op(name, reference, raw, saves, backward) if backward else None
+    pull = _backward_op(name, reference, raw, saves, backward)
 
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         results = output if isinstance(output, tuple) else (output,)
@@ -82,9 +82,8 @@ def op(
             return (None,) * len(inputs)
         filled = [torch.zeros_like(o) if g is None else g for g, o in zip(grads, outputs[: ctx.shown], strict=False)]
         wanted = differentiable(inputs)
-        found = pull(*filled, *outputs, *inputs) if pull else reference_backward(reference, filled, inputs, ctx.shown)
         out: list[Any] = [None] * len(inputs)
-        for i, g in zip(wanted, found if isinstance(found, (tuple, list)) else (found,), strict=True):
+        for i, g in zip(wanted, pull(*filled, *outputs, *inputs), strict=True):
             out[i] = g
         return tuple(out)
 
@@ -95,7 +94,7 @@ def op(
     return Op(name, reference, cpu or reference, cuda, call, pull)
 
 
-def _backward_op(name: str, reference: Function, raw: Any, saves: int, paths: Paths) -> Op:
+def _backward_op(name: str, reference: Function, raw: Any, saves: int, paths: Paths | None) -> Op:
     """The backward as an op of (*grads, *outputs, *inputs), whose own derivatives are those of the reference's."""
     results = len(raw._schema.returns)
     shown = results - saves
@@ -111,12 +110,9 @@ def _backward_op(name: str, reference: Function, raw: Any, saves: int, paths: Pa
         _, inputs, _ = split(args)
         return [torch.empty_like(inputs[i], memory_format=torch.contiguous_format) for i in differentiable(inputs)]
 
-    def path(function: Function | None) -> Function:
-        if function is None:
-            return plain
-        return lambda *args: list(function(*split(args)))
-
-    raw_backward = register(f"{name}_backward({', '.join(declared)}) -> Tensor[]", path(paths.cpu), path(paths.cuda), fake)
+    path = lambda function: lambda *args: list(function(*split(args)))
+    cpu, cuda = (path(paths.cpu), path(paths.cuda)) if paths else (plain, plain)
+    raw_backward = register(f"{name}_backward({', '.join(declared)}) -> Tensor[]", cpu, cuda, fake) if paths else plain
 
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         remember(ctx, inputs, ())
@@ -146,7 +142,7 @@ def _backward_op(name: str, reference: Function, raw: Any, saves: int, paths: Pa
 
     forward = lambda *args: tuple(raw_backward(*args))
     call = function(f"{name}_backward", forward, setup_context, backward, jvp, batches(lambda *a: tuple(plain(*a))))
-    return Op(f"{name}_backward", plain, path(paths.cpu), path(paths.cuda), call)
+    return Op(f"{name}_backward", plain, cpu, cuda, call)
 
 
 def of_kernel(package: str, name: str) -> Function:

@@ -1,8 +1,8 @@
 """Optimizers on flat buckets: parameters, gradients and moments of one length, each read and written once.
 
 A parameter takes 28 bytes of AdamW in float32, 26 with gradients in bfloat16, 20 of Lion and of SGD with momentum. Kernels load
-128 bits at a time where a bucket is a multiple of 16 elements long. They compute in at least float32; on a GPU a result may be off by
-4 roundings, since products and sums are fused and roots approximated; interpreted, they give the reference's bits.
+128 bits at a time where a bucket is a multiple of 16 elements long. They compute in at least float32; on a GPU a result may be off
+by 4 roundings, since products and sums are fused and roots approximated; interpreted, they give the reference's bits.
 
 Numbers may be tensors on the bucket's device, so that nothing waits for it. Those that change from step to step are given as they
 are: the rate, and the powers b1^t and b2^t.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..interpret import interpreting
-from ..op import Op, Paths, bare, of_kernel, op, reference_backward
+from ..op import Op, bare, of_kernel, op
 from . import reference
 
 Number = float | Tensor
@@ -21,10 +21,8 @@ Number = float | Tensor
 
 def _op(name: str, arguments: str, results: int) -> Op:
     """The op of a reference and the kernel of its name; derivatives are the reference's."""
-    plain = getattr(reference, name)
-    backward = Paths(None, lambda grads, inputs, outputs: reference_backward(plain, grads, inputs, results))
     outputs = ", ".join(["Tensor"] * results)
-    return op(f"{name}({arguments}) -> ({outputs})", plain, of_kernel(__package__, name), backward=backward)
+    return op(f"{name}({arguments}) -> ({outputs})", getattr(reference, name), of_kernel(__package__, name))
 
 
 _ADAMW = _op(

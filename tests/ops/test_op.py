@@ -137,3 +137,10 @@ def test_the_interpreter_leaves_tritons_language_as_it_was():
     on(twice_kernel, x)[(1,)](x, out, BLOCK=8)
     assert torch.equal(out, 2 * x)
     assert [dict(vars(part)) for part in (tl, tl.core, tl.tensor, tl.dtype)] == before
+
+
+def test_an_op_of_many_results_without_a_backward_of_its_own_has_second_derivatives():
+    """Also where some arguments are tensors without derivatives, or absent."""
+    plain = lambda x, y, n, z: (x * y.sin() * n[0], y * x.exp())
+    made = op("test_many(Tensor x, Tensor y, Tensor n, Tensor? z) -> (Tensor, Tensor)", plain, plain)
+    check_op(made, torch.randn(7), torch.randn(7), torch.tensor([2]), None, kernels=False)
