@@ -59,9 +59,10 @@ def _nvidia(made: Any) -> Compiled:
     registers = re.search(r"Used (\d+) registers", log)
     if not (spills and registers):
         raise RuntimeError(f"ptxas said nothing of registers and spills: {log[-500:]}")
+    count = lambda pattern: len(re.findall(pattern, sass))
     return Compiled(
-        int(registers[1]), int(spills[1]) + int(spills[2]), made.metadata.shared, len(re.findall(r"\bLDG", sass)),
-        len(re.findall(r"LDG(?:STS)?\.E[^;]*\.128", sass)), "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else "")
+        int(registers[1]), int(spills[1]) + int(spills[2]), made.metadata.shared, count(r"\bLDG"), count(r"LDG(?:STS)?\.E[^;]*\.128"),
+        "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else "")
 
 
 def _amd(made: Any) -> Compiled:

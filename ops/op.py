@@ -53,7 +53,7 @@ def op(
         cuda, cpu: the same function on tensors of one device, without derivatives. They return new contiguous tensors, and get
             tensors as they are: strided, or empty. `cpu` is the reference if None.
         backward: `(grads, inputs, outputs) -> grads of the inputs` on each device, a tensor for each input that is a floating-point
-            tensor, in their order. If None, the reference's, which a trace sees as plain operations. `grads` are of the outputs that are not saved.
+            tensor, in their order. `grads` are of the outputs that are not saved. If None, the reference's, in plain operations.
         fake: the shapes of the result, on fake tensors; by default what the reference says.
         vmap: `(info, in_dims, *args) -> (out, out_dims)`, as `torch.autograd.Function` takes it; by default the reference, batched.
         saves: how many of the last outputs are there for `backward` alone: they have no gradient.
