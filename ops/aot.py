@@ -61,7 +61,8 @@ def _nvidia(made: Any) -> Compiled:
         raise RuntimeError(f"ptxas said nothing of registers and spills: {log[-500:]}")
     count = lambda pattern: len(re.findall(pattern, sass))
     return Compiled(
-        int(registers[1]), int(spills[1]) + int(spills[2]), made.metadata.shared, count(r"\bLDG"), count(r"LDG(?:STS)?\.E[^;]*\.128"),
+        int(registers[1]), int(spills[1]) + int(spills[2]), made.metadata.shared,
+        count(r"\bLDG"), count(r"LDG(?:STS)?\.E[^;]*\.128"),          # STS: copied to shared memory
         "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else "")
 
 

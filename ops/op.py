@@ -150,7 +150,7 @@ def of_kernel(package: str, name: str) -> Function:
 
         cuda=of_kernel(__package__, "forward")
     """
-    return lambda *args: getattr(importlib.import_module(".kernel", package), name)(*args)
+    return lambda *args, **named: getattr(importlib.import_module(".kernel", package), name)(*args, **named)
 
 
 def register(schema: str, cpu: Function, cuda: Function, fake: Function) -> Any:

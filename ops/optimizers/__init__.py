@@ -65,7 +65,7 @@ def adamw(
     tensor([0.8500, 1.0500])
     """
     numbers = _adam_numbers(p, rate, power1, power2, b1, b2, eps, weight_decay, scale)
-    return _ADAMW(p, g, mu, nu, numbers, ends, decays, key, _aligned(start))
+    return _ADAMW(p, g, mu, nu, numbers, ends, decays, key, aligned(start))
 
 
 def lion(
@@ -91,7 +91,7 @@ def lion(
     >>> lion(torch.ones(2), torch.tensor([2., -.1]), torch.zeros(2), rate=.1)[0]
     tensor([0.9000, 1.1000])
     """
-    return _LION(p, g, mu, _lion_numbers(p, rate, b1, b2, weight_decay, scale), ends, decays, key, _aligned(start))
+    return _LION(p, g, mu, _lion_numbers(p, rate, b1, b2, weight_decay, scale), ends, decays, key, aligned(start))
 
 
 def sgd_momentum(
@@ -117,7 +117,7 @@ def sgd_momentum(
     >>> sgd_momentum(torch.ones(2), torch.tensor([2., -.1]), torch.ones(2), rate=.1)
     (tensor([0.7100, 0.9200]), tensor([2.9000, 0.8000]))
     """
-    return _SGD(p, g, trace, vector((momentum, rate, scale), p), key, _aligned(start), nesterov)
+    return _SGD(p, g, trace, vector((momentum, rate, scale), p), key, aligned(start), nesterov)
 
 
 # ---------------------------------------------------------------- in place
@@ -134,7 +134,7 @@ def adamw_(
     tensor([0.9000, 1.1000])
     """
     numbers = _adam_numbers(p, rate, power1, power2, b1, b2, eps, weight_decay, scale)
-    write("adamw", (p, g, mu, nu, numbers, ends, decays, key, _aligned(start)), (p, mu, nu), copy)
+    write(_ADAMW, (p, g, mu, nu, numbers, ends, decays, key, aligned(start)), (p, mu, nu), copy)
 
 
 def lion_(
@@ -150,7 +150,7 @@ def lion_(
     tensor([0.8984, 1.1016], dtype=torch.bfloat16)
     """
     numbers = _lion_numbers(p, rate, b1, b2, weight_decay, scale)
-    write("lion", (p, g, mu, numbers, ends, decays, key, _aligned(start)), (p, mu), copy)
+    write(_LION, (p, g, mu, numbers, ends, decays, key, aligned(start)), (p, mu), copy)
 
 
 def sgd_momentum_(
@@ -164,25 +164,22 @@ def sgd_momentum_(
     >>> p, trace
     (tensor([0.7100, 0.9200]), tensor([2.9000, 0.8000]))
     """
-    write("sgd_momentum", (p, g, trace, vector((momentum, rate, scale), p), key, _aligned(start), nesterov), (p, trace), copy)
+    write(_SGD, (p, g, trace, vector((momentum, rate, scale), p), key, aligned(start), nesterov), (p, trace), copy)
 
 
-def write(name: str, args: tuple, into: tuple[Tensor, ...], copy: Tensor | None = None) -> None:
-    """What a kernel or its reference makes of the arguments, written over those it replaces."""
+def write(op: Op, args: tuple, into: tuple[Tensor, ...], copy: Tensor | None = None) -> tuple[Tensor, ...]:
+    """What an op makes of the arguments, its first results written over those that they replace."""
     if gaps := [x.stride() for x in (*into, copy) if x is not None and not x.is_contiguous()]:
-        raise ValueError(f"{name}_ writes over contiguous buckets, and one has strides {gaps[0]}: give its contiguous copy")
+        raise ValueError(f"{op.name}_ writes over contiguous buckets, and one has strides {gaps[0]}: give its contiguous copy")
     if into[0].is_cuda or interpreting():
-        bare(lambda *args: of_kernel_into(name, args, into, copy), args)
-        return
-    for old, new in zip(into, bare(getattr(reference, name), args), strict=True):
+        return bare(lambda *args: op.cuda(*args, into=into, copy=copy), args)
+    out = bare(op.cpu, args)
+    out = out if isinstance(out, tuple) else (out,)
+    for old, new in zip(into, out, strict=False):
         old.copy_(new)
     if copy is not None:
         copy.copy_(into[0])
-
-
-def of_kernel_into(name: str, args: tuple, into: tuple[Tensor, ...], copy: Tensor | None) -> None:
-    from . import kernel
-    getattr(kernel, name)(*args, into=into, copy=copy)
+    return out
 
 
 # ---------------------------------------------------------------- numbers
@@ -207,7 +204,7 @@ def vector(numbers: tuple, like: Tensor) -> Tensor:
     return torch.stack([torch.as_tensor(x, dtype=dtype, device=like.device) for x in numbers])
 
 
-def _aligned(start: int) -> int:
+def aligned(start: int) -> int:
     if start % 4:
         raise ValueError(f"start must be a multiple of 4, since 4 positions share a hash, and is {start}")
     return start

@@ -1,7 +1,7 @@
 """Rows of the contract: optimizers on flat buckets."""
 import torch
 
-from fspeed.ops import optimizers
+from fspeed.ops import layerwise, optimizers
 
 
 def bucket(shape, moments):
@@ -27,8 +27,23 @@ def sgd(shape):
     return *bucket(shape, 1), torch.tensor([0.9, 0.1, 0.5]), None, 0, True
 
 
+def lamb_numbers():
+    return torch.tensor([0.9, 0.1, 0.99, 0.01, 0.5, 0.8, 1e-3, 0.05, 0.1, 0.1, 3.0])
+
+
+def lamb_moments(shape):
+    return *bucket(shape, 2), lamb_numbers(), *cut(shape)
+
+
+def lamb_step(shape):
+    p, _, mu, nu = bucket(shape, 2)
+    return p, mu, nu, torch.rand(3, 2) + 0.5, lamb_numbers(), *cut(shape), None, 0
+
+
 ROWS = {
     "adamw": (optimizers._ADAMW, adamw),
     "lion": (optimizers._LION, lion),
     "sgd_momentum": (optimizers._SGD, sgd),
+    "lamb_moments": (layerwise.MOMENTS, lamb_moments),
+    "lamb_step": (layerwise.STEP, lamb_step),
 }

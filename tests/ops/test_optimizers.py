@@ -43,7 +43,8 @@ def test_the_contract(name, shape):
     check_op(ROWS[name][0], *ROWS[name][1](shape))
 
 
-@given(st.sampled_from(sorted(ROWS)), st.integers(1, 300), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
+@given(st.sampled_from(["adamw", "lion", "sgd_momentum"]), st.integers(1, 300),
+       st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
 def test_a_kernel_gives_its_references_numbers(name, n, dtype, by_key):
     rows = drawn(n, n, dtype)
     named = dict(key=KEY, start=4 * n) if by_key else {}
