@@ -47,7 +47,7 @@ def compiled(
     backend, arch, warp = TARGETS[target]
     made = triton.compile(
         ASTSource(kernel, types, constants, aligned), target=GPUTarget(backend, arch, warp),
-        options=dict(num_warps=num_warps, num_stages=num_stages))
+        options=dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True))
     return (_nvidia if backend == "cuda" else _amd)(made)
 
 

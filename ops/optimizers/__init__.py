@@ -46,7 +46,7 @@ def adamw(
         rate: the learning rate.
         power1, power2: b1^t and b2^t at the t-th update, t from 1, best in float64.
         b1, b2, eps, weight_decay: as for `fspeed.optim.adamw`.
-        scale: of the gradients: what `unscale_clip_finite` says, so that they need no pass of their own.
+        scale: of the gradients: what `unscale_clip` says, so that they need no pass of their own.
         ends: int64 (segments,), where each segment of the bucket ends, ascending. None is one segment.
         decays: float32 (segments,), by which the decay of each is multiplied: 0 is none. None is 1 for all.
         key: int32 (2,): parameters in bfloat16 are rounded up or down by 16 random bits, of their position and the key, so that

@@ -1,7 +1,7 @@
 """Rows of the contract: optimizers on flat buckets."""
 import torch
 
-from fspeed.ops import layerwise, optimizers
+from fspeed.ops import clipping, layerwise, optimizers
 
 
 def bucket(shape, moments):
@@ -46,4 +46,5 @@ ROWS = {
     "sgd_momentum": (optimizers._SGD, sgd),
     "lamb_moments": (layerwise.MOMENTS, lamb_moments),
     "lamb_step": (layerwise.STEP, lamb_step),
+    "sum_of_squares": (clipping.SQUARES, lambda shape: (torch.randn(shape),)),
 }

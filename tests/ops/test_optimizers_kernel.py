@@ -32,8 +32,7 @@ CONFIGURATIONS = {
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 @pytest.mark.parametrize("name", BUCKETS)
-def test_no_spills_and_wide_loads(name, configuration, target, monkeypatch):
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")                    # Triton 3.9 warns when it is unset
+def test_no_spills_and_wide_loads(name, configuration, target):
     found = compiled(name, target, **CONFIGURATIONS[configuration])
     buckets = len([b for b in BUCKETS[name] if not b.startswith("to_")])
     assert found.spills == 0, found
