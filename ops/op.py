@@ -88,7 +88,10 @@ def op(
         return tuple(out)
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return reference_jvp(reference, *recall(ctx), tangents, ctx.shown)
+        inputs, outputs = recall(ctx)
+        found = iter(reference_jvp(reference, inputs, tangents, ctx.shown))
+        moved = [next(found) if i < ctx.shown and y.is_floating_point() else None for i, y in enumerate(outputs)]
+        return tuple(moved) if len(moved) > 1 else moved[0]
 
     call = function(name, raw, setup_context, backward_, jvp, vmap or batches(reference))
     return Op(name, reference, cpu or reference, cuda, call, pull)
@@ -122,7 +125,7 @@ def _backward_op(name: str, reference: Function, raw: Any, saves: int, paths: Pa
         args, _ = recall(ctx)
         if all(g is None for g in grads):
             return (None,) * len(args)
-        at = [*range(shown), *[shown + results + i for i in differentiable(split(args)[1])]]
+        at = [i for i in differentiable(args) if not shown <= i < shown + results]
 
         def of(*xs: Tensor) -> list[Tensor]:
             full = list(args)
@@ -138,7 +141,7 @@ def _backward_op(name: str, reference: Function, raw: Any, saves: int, paths: Pa
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
         args, _ = recall(ctx)
-        return reference_jvp(lambda *a: tuple(plain(*a)), args, (), tangents, None)
+        return reference_jvp(lambda *a: tuple(plain(*a)), args, tangents, None)
 
     forward = lambda *args: tuple(raw_backward(*args))
     call = function(f"{name}_backward", forward, setup_context, backward, jvp, batches(lambda *a: tuple(plain(*a))))
@@ -233,10 +236,11 @@ def recall(ctx: Any) -> tuple[list[Any], list[Tensor]]:
 
 
 def shown_of(reference: Function, shown: int | None) -> Function:
-    """The reference without what is only saved."""
+    """The reference's results that have derivatives: in floating point, and not only saved."""
     def of(*args: Any) -> tuple[Tensor, ...]:
         out = reference(*args)
-        return tuple(out)[:shown] if isinstance(out, (tuple, list)) else (out,)
+        out = tuple(out)[:shown] if isinstance(out, (tuple, list)) else (out,)
+        return tuple(y for y in out if y.is_floating_point())
 
     return of
 
@@ -251,13 +255,11 @@ def reference_backward(reference: Function, grads: Sequence[Tensor], inputs: Seq
             full[i] = x
         return shown_of(reference, shown)(*full)
 
-    return list(torch.func.vjp(of, *[inputs[i] for i in wanted])[1](tuple(grads)))
+    return list(torch.func.vjp(of, *[inputs[i] for i in wanted])[1](tuple(g for g in grads if g.is_floating_point())))
 
 
-def reference_jvp(
-    reference: Function, inputs: Sequence[Any], outputs: Sequence[Tensor], tangents: Sequence[Any], shown: int | None,
-) -> Any:
-    """The tangents of the outputs, from the reference's jvp."""
+def reference_jvp(reference: Function, inputs: Sequence[Any], tangents: Sequence[Any], shown: int | None) -> tuple[Tensor, ...]:
+    """The tangents of the results that have derivatives, from the reference's jvp."""
     moving = [i for i in differentiable(inputs) if tangents[i] is not None]
 
     def of(*xs: Tensor) -> tuple[Tensor, ...]:
@@ -266,6 +268,4 @@ def reference_jvp(
             full[i] = x
         return shown_of(reference, shown)(*full)
 
-    found = torch.func.jvp(of, tuple(inputs[i] for i in moving), tuple(tangents[i] for i in moving))[1]
-    hidden = [None] * (len(outputs) - len(found))
-    return (*found, *hidden) if len(found) + len(hidden) > 1 else found[0]
+    return torch.func.jvp(of, tuple(inputs[i] for i in moving), tuple(tangents[i] for i in moving))[1]

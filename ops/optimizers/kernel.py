@@ -170,11 +170,16 @@ def write(to, copy, x, key, start, first, i, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def round_by_key(x, key, position, BLOCK: tl.constexpr):
-    """x as a bfloat16 number, up or down by 16 random bits: a quarter of the hash of position // 4; 4 divides position."""
+    """x as a bfloat16 number, up or down by 16 random bits."""
+    bits = x.to(tl.uint32, bitcast=True)
+    bits = tl.where((bits & 0x7F800000) == 0x7F800000, bits, bits + draws16(key, position, BLOCK))
+    return (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def draws16(key, position, BLOCK: tl.constexpr):
+    """16 random bits at each position: a quarter of the hash of position // 4; 4 divides position."""
     count = position // 4 + tl.arange(0, BLOCK // 4)
     k0, k1 = tl.load(key).to(tl.uint32), tl.load(key + 1).to(tl.uint32)
     x0, x1 = threefry2x32(k0, k1, (count >> 32).to(tl.uint32), count.to(tl.uint32))
-    draws = tl.interleave(tl.interleave(x0 & 0xFFFF, x1 & 0xFFFF), tl.interleave(x0 >> 16, x1 >> 16))
-    bits = x.to(tl.uint32, bitcast=True)
-    bits = tl.where((bits & 0x7F800000) == 0x7F800000, bits, bits + draws)
-    return (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.interleave(tl.interleave(x0 & 0xFFFF, x1 & 0xFFFF), tl.interleave(x0 >> 16, x1 >> 16))

@@ -1,0 +1,30 @@
+"""Rows of the contract: compression. Numbers are drawn again until no code is so near the middle of two that float32 errs."""
+import torch
+
+from fspeed.ops import compress
+
+
+def drawn(shape, *rest):
+    while True:
+        x = torch.randn(shape)
+        if all(torch.equal(compress.QUANTISE(x, *rest)[0], compress.QUANTISE(y, *rest)[0]) for y in (x.double(), x * (1 + 1e-6))):
+            return x, *rest
+
+
+def bits(shape):
+    n = torch.Size(shape).numel()
+    return torch.randint(256, (3, -(-n // 8)), dtype=torch.uint8), torch.rand(3, -(-n // 64)), n, 64
+
+
+def codes(shape):
+    n = torch.Size(shape).numel()
+    return torch.randint(256, (-(-n // 2),), dtype=torch.uint8), torch.rand(-(-n // 64)), n, 4, 64
+
+
+ROWS = {
+    "sign_pack": (compress.SIGN_PACK, lambda shape: (torch.randn(shape), torch.randn(shape), 64)),
+    "sign_unpack": (compress.SIGN_UNPACK, bits),
+    "quantise8": (compress.QUANTISE, lambda shape: drawn(shape, None, 0, 8, 64)),
+    "quantise4": (compress.QUANTISE, lambda shape: drawn(shape, None, 0, 4, 64)),
+    "dequantise": (compress.DEQUANTISE, codes),
+}
