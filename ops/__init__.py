@@ -1,5 +1,8 @@
 """Ops: each a folder with a plain reference, a CPU path and a Triton kernel."""
 
+from .blockwise import adamw8bit as adamw8bit
+from .blockwise import adamw8bit_ as adamw8bit_
+from .blockwise import moments8bit as moments8bit
 from .clipping import unscale_clip as unscale_clip
 from .compress import dequantise as dequantise
 from .compress import quantise as quantise

@@ -64,7 +64,7 @@ def adamw(
     >>> adamw(p, torch.tensor([2., -.1]), zero, zero, rate=.1, power1=.9, power2=.999, weight_decay=.5)[0]
     tensor([0.8500, 1.0500])
     """
-    numbers = _adam_numbers(p, rate, power1, power2, b1, b2, eps, weight_decay, scale)
+    numbers = adam_numbers(p, rate, power1, power2, b1, b2, eps, weight_decay, scale)
     return _ADAMW(p, g, mu, nu, numbers, ends, decays, key, aligned(start))
 
 
@@ -133,7 +133,7 @@ def adamw_(
     >>> p
     tensor([0.9000, 1.1000])
     """
-    numbers = _adam_numbers(p, rate, power1, power2, b1, b2, eps, weight_decay, scale)
+    numbers = adam_numbers(p, rate, power1, power2, b1, b2, eps, weight_decay, scale)
     write(_ADAMW, (p, g, mu, nu, numbers, ends, decays, key, aligned(start)), (p, mu, nu), copy)
 
 
@@ -183,7 +183,7 @@ def write(op: Op, args: tuple, into: tuple[Tensor, ...], copy: Tensor | None = N
 
 
 # ---------------------------------------------------------------- numbers
-def _adam_numbers(
+def adam_numbers(
     p: Tensor, rate: Any, power1: Any, power2: Any, b1: Any, b2: Any, eps: Any, weight_decay: Any, scale: Any,
 ) -> Tensor:
     """With the corrections of bias in the rate and in eps, so that an element needs none."""

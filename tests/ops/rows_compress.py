@@ -1,4 +1,4 @@
-"""Rows of the contract: compression. Numbers are drawn again until no code is so near the middle of two that float32 errs."""
+"""Rows of the contract: compression. Numbers are drawn again until float32 and float64 choose the same codes."""
 import torch
 
 from fspeed.ops import compress
@@ -7,7 +7,7 @@ from fspeed.ops import compress
 def drawn(shape, *rest):
     while True:
         x = torch.randn(shape)
-        if all(torch.equal(compress.QUANTISE(x, *rest)[0], compress.QUANTISE(y, *rest)[0]) for y in (x.double(), x * (1 + 1e-6))):
+        if torch.equal(compress.QUANTISE(x, *rest)[0], compress.QUANTISE(x.double(), *rest)[0]):
             return x, *rest
 
 

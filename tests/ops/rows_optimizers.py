@@ -1,7 +1,8 @@
 """Rows of the contract: optimizers on flat buckets."""
 import torch
 
-from fspeed.ops import clipping, layerwise, optimizers
+from fspeed.ops import blockwise, clipping, layerwise, optimizers
+from fspeed.testing.ops import wide
 
 
 def bucket(shape, moments):
@@ -17,6 +18,19 @@ def cut(shape):
 
 def adamw(shape):
     return *bucket(shape, 2), torch.tensor([0.9, 0.1, 0.99, 0.01, 0.1, 1e-3, 0.05, 0.5]), *cut(shape), None, 0
+
+
+def adamw8bit(shape):
+    """Drawn again until no moment is so near the middle of two codes that float32 chooses another than float64."""
+    n = torch.Size(shape).numel()
+    codes = torch.randint(-127, 128, shape, dtype=torch.int8), torch.randint(256, shape, dtype=torch.uint8)
+    scales = torch.rand(2, -(-n // 256)).unbind()
+    while True:
+        p, g = bucket(shape, 0)
+        args = (p, g, *codes, *scales, torch.tensor([0.9, 0.1, 0.99, 0.01, 0.1, 1e-3, 0.05, 0.5]), *cut(shape), None, 0)
+        codes_of = lambda args: blockwise.ADAMW8BIT(*args)[1:3]
+        if all(torch.equal(x, y) for x, y in zip(codes_of(args), codes_of(wide(args)), strict=True)):
+            return args
 
 
 def lion(shape):
@@ -44,6 +58,7 @@ ROWS = {
     "adamw": (optimizers._ADAMW, adamw),
     "lion": (optimizers._LION, lion),
     "sgd_momentum": (optimizers._SGD, sgd),
+    "adamw8bit": (blockwise.ADAMW8BIT, adamw8bit),
     "lamb_moments": (layerwise.MOMENTS, lamb_moments),
     "lamb_step": (layerwise.STEP, lamb_step),
     "sum_of_squares": (clipping.SQUARES, lambda shape: (torch.randn(shape),)),
