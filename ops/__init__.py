@@ -10,6 +10,7 @@ from .compress import sign_pack as sign_pack
 from .compress import sign_unpack as sign_unpack
 from .layerwise import lamb as lamb
 from .layerwise import lamb_ as lamb_
+from .newton import newton_schulz as newton_schulz
 from .optimizers import adamw as adamw
 from .optimizers import adamw_ as adamw_
 from .optimizers import lion as lion

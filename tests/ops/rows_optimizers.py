@@ -1,7 +1,7 @@
 """Rows of the contract: optimizers on flat buckets."""
 import torch
 
-from fspeed.ops import blockwise, clipping, layerwise, optimizers
+from fspeed.ops import blockwise, clipping, layerwise, newton, optimizers
 from fspeed.testing.ops import wide
 
 
@@ -54,6 +54,11 @@ def lamb_step(shape):
     return p, mu, nu, torch.rand(3, 2) + 0.5, lamb_numbers(), *cut(shape), None, 0
 
 
+def matrices(shape):
+    x = torch.randn(shape)
+    return x if len(shape) > 1 else x[: x.numel() // 5 * 5 or 1].reshape(min(5, x.numel()), -1), [2.0, -1.5, 0.5] * 2, 0.5
+
+
 ROWS = {
     "adamw": (optimizers._ADAMW, adamw),
     "lion": (optimizers._LION, lion),
@@ -61,5 +66,6 @@ ROWS = {
     "adamw8bit": (blockwise.ADAMW8BIT, adamw8bit),
     "lamb_moments": (layerwise.MOMENTS, lamb_moments),
     "lamb_step": (layerwise.STEP, lamb_step),
+    "newton_schulz": (newton.ITERATION, matrices),
     "sum_of_squares": (clipping.SQUARES, lambda shape: (torch.randn(shape),)),
 }
