@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compress.kernel import divided, launch, nearest, places, spread
-from ..optimizers.kernel import fresh, read, weight, write
+from ..optimizers.kernel import fresh, read, weight, wide, write
 from .reference import BLOCK
 
 
@@ -35,8 +35,8 @@ def adamw8bit_kernel(
     P, G = read(p, i, n), read(g, i, n)
     M = tl.load(mu + i, i < n, 0).to(tl.float32) * (1 / 127)
     N = tl.load(nu + i, i < n, 0).to(tl.float32) * (1 / 255)
-    M = M * tl.abs(M) * spread(tl.load(mu_scale + row, inside, 0), ROWS, BLOCK)
-    N = N * N * (N * N) * spread(tl.load(nu_scale + row, inside, 0), ROWS, BLOCK)
+    M = M * tl.abs(M) * spread(wide(tl.load(mu_scale + row, inside, 0)), ROWS, BLOCK)
+    N = N * N * (N * N) * spread(wide(tl.load(nu_scale + row, inside, 0)), ROWS, BLOCK)
     b1, a1, b2, a2 = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 3)
     rate, eps, decay = tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 6)
     G = tl.load(numbers + 7) * G
@@ -46,8 +46,8 @@ def adamw8bit_kernel(
     write(to_p, copy, P, key, start, first, i, n, ROWS * BLOCK)
 
     of_m, of_n = largest(tl.abs(M), ROWS, BLOCK), largest(N, ROWS, BLOCK)
-    tl.store(to_mu_scale + row, of_m, inside)
-    tl.store(to_nu_scale + row, of_n, inside)
+    tl.store(to_mu_scale + row, of_m.to(to_mu_scale.dtype.element_ty), inside)
+    tl.store(to_nu_scale + row, of_n.to(to_nu_scale.dtype.element_ty), inside)
     q = rounded(tl.sqrt(divided(tl.abs(M), spread(tl.where(of_m == 0, 1.0, of_m), ROWS, BLOCK))) * 127)
     tl.store(to_mu + i, tl.where(M < 0, -q, q).to(tl.int8), i < n)
     q = rounded(tl.sqrt(tl.sqrt(divided(N, spread(tl.where(of_n == 0, 1.0, of_n), ROWS, BLOCK)))) * 255)

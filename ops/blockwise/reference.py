@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from ..compress.reference import by_element, in_blocks
-from ..optimizers.reference import shrink, stored, wide
+from ..optimizers.reference import each, shrink, stored, wide
 
 BLOCK = 256
 
@@ -12,12 +12,12 @@ def adamw8bit(
     p: Tensor, g: Tensor, mu: Tensor, nu: Tensor, mu_scale: Tensor, nu_scale: Tensor, numbers: Tensor, ends: Tensor | None,
     decays: Tensor | None, key: Tensor | None, start: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    b1, a1, b2, a2, rate, eps, decay, scale = (numbers[i] for i in range(len(numbers)))
+    b1, a1, b2, a2, rate, eps, decay, scale = each(numbers)
     g = scale * wide(g)
-    m, n = b1 * mean(mu, mu_scale) + a1 * g, b2 * square(nu, nu_scale) + a2 * g * g
+    m, n = b1 * mean(mu, wide(mu_scale)) + a1 * g, b2 * square(nu, wide(nu_scale)) + a2 * g * g
     new = shrink(p, decay, ends, decays) * wide(p) - rate * m / (n.sqrt() + eps)
     of_m, of_n = largest(m), largest(n)
-    return stored(new, p, key, start), mean_code(m, of_m), square_code(n, of_n), of_m, of_n
+    return stored(new, p, key, start), mean_code(m, of_m), square_code(n, of_n), of_m.to(mu_scale.dtype), of_n.to(nu_scale.dtype)
 
 
 def mean(code: Tensor, scale: Tensor) -> Tensor:

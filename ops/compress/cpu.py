@@ -20,7 +20,7 @@ def sign_pack(x: Tensor, error: Tensor, block: int) -> tuple[Tensor, Tensor, Ten
     bits, scales = torch.empty(-(-n // 8), dtype=torch.uint8), torch.empty(-(-n // block), dtype=dtype)
     lost, x, old = torch.empty(n, dtype=error.dtype), x.reshape(-1), error.reshape(-1)
     for at in parts(n):
-        b = torch.add(x[at], old[at]).to(dtype).add_(0.0)                      # -0 is 0
+        b = (wide(x[at]) + old[at]).to(dtype).add_(0.0)                      # -0 is 0
         bits[at.start // 8 : -(-at.stop // 8)] = torch.from_numpy(np.packbits(np.signbit(b.numpy()), bitorder="little"))
         rows = in_blocks(b, block)
         scale = torch.linalg.vector_norm(rows, dim=-1).mul_(block**-0.5)
@@ -32,6 +32,7 @@ def sign_pack(x: Tensor, error: Tensor, block: int) -> tuple[Tensor, Tensor, Ten
 
 
 def sign_unpack(bits: Tensor, scales: Tensor, n: int, block: int) -> Tensor:
+    scales = wide(scales)
     total = torch.zeros(scales.shape[-1] * block, dtype=scales.dtype).view(-1, block)
     for packed, scale in zip(bits, scales, strict=True):
         ones = torch.from_numpy(np.unpackbits(packed.contiguous().numpy(), count=n, bitorder="little"))

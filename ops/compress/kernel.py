@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interpret import interpreting, on
-from ..optimizers.kernel import draws16, elements, fresh, read
+from ..optimizers.kernel import draws16, elements, fresh, read, wide
 from .reference import MOST
 
 CONFIG = dict(num_warps=4)
@@ -22,7 +22,7 @@ def sign_pack(x: Tensor, error: Tensor, block: int) -> tuple[Tensor, Tensor, Ten
 
 
 def sign_unpack(bits: Tensor, scales: Tensor, n: int, block: int) -> Tensor:
-    out = torch.empty(n, dtype=scales.dtype, device=bits.device)
+    out = torch.empty(n, dtype=torch.promote_types(scales.dtype, torch.float32), device=bits.device)
     with torch.cuda.device_of(bits):
         launch(sign_unpack_kernel, out, block, bits.contiguous(), scales.contiguous(), out, n, bits.shape[-1], scales.shape[-1],
                len(bits))
@@ -39,7 +39,7 @@ def quantise(x: Tensor, key: Tensor | None, start: int, bits: int, block: int) -
 
 
 def dequantise(codes: Tensor, scales: Tensor, n: int, bits: int, block: int) -> Tensor:
-    out = torch.empty(n, dtype=scales.dtype, device=codes.device)
+    out = torch.empty(n, dtype=torch.promote_types(scales.dtype, torch.float32), device=codes.device)
     with torch.cuda.device_of(codes):
         launch(dequantise_kernel, out, block, codes.contiguous(), scales.contiguous(), out, n, MOST=MOST[bits])
     return out
@@ -86,7 +86,7 @@ def sign_unpack_kernel(bits, scales, out, n, bytes_, blocks, ranks, ROWS: tl.con
     for rank in range(ranks):
         packed = tl.load(bits + rank * bytes_ + at, at < tl.cdiv(n, 8), 0).to(tl.int32)
         negative = tl.reshape(packed[:, None] >> tl.arange(0, 8)[None, :] & 1, (ROWS * BLOCK,))
-        S = spread(tl.load(scales + rank * blocks + row, row < blocks, 0), ROWS, BLOCK)
+        S = spread(wide(tl.load(scales + rank * blocks + row, row < blocks, 0)), ROWS, BLOCK)
         total += tl.where(negative == 1, -S, S)
     tl.store(out + i, total / ranks.to(total.dtype), i < n)
 
@@ -114,7 +114,7 @@ def quantise_kernel(x, key, codes, scales, start, n, MOST: tl.constexpr, ROWS: t
 def dequantise_kernel(codes, scales, out, n, MOST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     first, i = places(ROWS, BLOCK)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    S = spread(tl.load(scales + row, row < tl.cdiv(n, BLOCK), 0), ROWS, BLOCK)
+    S = spread(wide(tl.load(scales + row, row < tl.cdiv(n, BLOCK), 0)), ROWS, BLOCK)
     if MOST == 7:
         at = first // 2 + tl.arange(0, ROWS * BLOCK // 2)
         pairs = tl.load(codes + at, at < tl.cdiv(n, 2), 0).to(tl.int32)

@@ -20,6 +20,7 @@ def sign_pack(x: Tensor, error: Tensor, block: int) -> tuple[Tensor, Tensor, Ten
 
 def sign_unpack(bits: Tensor, scales: Tensor, n: int, block: int) -> Tensor:
     """The mean over rows."""
+    scales = wide(scales)
     one_or_zero = bits[..., None] >> torch.arange(8, device=bits.device) & 1
     signs = 1 - 2 * one_or_zero.reshape(len(bits), -1)[:, :n].to(scales.dtype)
     return (signs * by_element(scales, block, n)).mean(0)
@@ -49,7 +50,7 @@ def dequantise(codes: Tensor, scales: Tensor, n: int, bits: int, block: int) -> 
     if bits == 4:
         low, high = codes << 4, codes                                                   # each in the upper half of a byte
         codes = torch.stack([low, high], -1).reshape(-1)[:n].view(torch.int8) >> 4      # which is shifted down with its sign
-    return codes.to(scales.dtype) * by_element(scales, block, n)
+    return codes.to(wide(scales).dtype) * by_element(wide(scales), block, n)
 
 
 def nibbles(q: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def lamb(
         u = mu / (1 - power1) / (sqrt(nu / (1 - power2)) + eps) + weight_decay decays[s] p
         p = p - rate ratio[s] u,    ratio[s] = norm(p[s]) / norm(u[s]) within [min_ratio, max_ratio], 1 if either norm is 0
 
-    u has mu and nu as they are stored.
+    The norm of u is that before its moments are rounded to their dtypes.
 
     Args:
         p, g, mu, nu, rate, power1, power2, b1, b2, weight_decay, scale, ends, decays, key, start: as for `adamw`. Powers of 0

@@ -2,19 +2,20 @@
 import torch
 from torch import Tensor
 
-from .reference import direction, wide
+from ..optimizers.reference import each, wide
+from .reference import direction
 
 
 def lamb_moments(
     p: Tensor, g: Tensor, mu: Tensor, nu: Tensor, numbers: Tensor, ends: Tensor, decays: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    b1, a1, b2, a2, scale = (numbers[i] for i in range(5))
+    b1, a1, b2, a2, scale = each(numbers)[:5]
     g = scale * wide(g)
-    m, n = (b1 * wide(mu) + a1 * g).to(mu.dtype), (b2 * wide(nu) + a2 * g * g).to(nu.dtype)
+    m, n = b1 * wide(mu) + a1 * g, b2 * wide(nu) + a2 * g * g
     parts = zip(*[x.reshape(-1).tensor_split(ends[:-1].tolist()) for x in (p, m, n)], strict=True)
     sums = []
     for s, (x, mu_, nu_) in enumerate(parts):
         mine = None if decays is None else decays[s : s + 1]
         u = direction(x, mu_, nu_, numbers, torch.ones_like(ends[:1]), mine)
         sums.append(torch.stack([wide(x).square().sum(), u.square().sum()]))
-    return m, n, torch.stack(sums)
+    return m.to(mu.dtype), n.to(nu.dtype), torch.stack(sums)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interpret import on
-from ..optimizers.kernel import CONFIG, block, fresh, grid, read, search, wide, write
+from ..optimizers.kernel import CONFIG, block, fresh, grid, read, search, write
 
 
 # ---------------------------------------------------------------- launches
@@ -56,10 +56,10 @@ def moments_kernel(p, g, mu, nu, to_mu, to_nu, numbers, ends, decays, starts, he
     P, G, M, N = read(p, i, n), read(g, i, n), read(mu, i, n), read(nu, i, n)
     b1, a1, b2, a2 = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 3)
     G = tl.load(numbers + 4) * G
-    M = (b1 * M + a1 * G).to(to_mu.dtype.element_ty)
-    N = (b2 * N + a2 * G * G).to(to_nu.dtype.element_ty)
-    tl.store(to_mu + i, M, i < n)
-    tl.store(to_nu + i, N, i < n)
+    M = b1 * M + a1 * G
+    N = b2 * N + a2 * G * G
+    tl.store(to_mu + i, M.to(to_mu.dtype.element_ty), i < n)
+    tl.store(to_nu + i, N.to(to_nu.dtype.element_ty), i < n)
     A = adam(M, N, numbers)
 
     # one segment after another: the first may have begun before this block, the others begin in it
@@ -104,7 +104,7 @@ def step_kernel(p, mu, nu, to_p, copy, sums, numbers, ends, decays, key, start, 
     first = tl.program_id(0).to(tl.int64) * BLOCK
     i = first + tl.arange(0, BLOCK)
     P = read(p, i, n)
-    A = adam(tl.load(mu + i, i < n, 0), tl.load(nu + i, i < n, 0), numbers)
+    A = adam(read(mu, i, n), read(nu, i, n), numbers)
     s = search(ends, last, first)
     stop = tl.minimum(first + BLOCK, n)
     rate = tl.full((BLOCK,), 1.0, P.dtype) * rate_of(numbers, sums, s)
@@ -121,7 +121,7 @@ def step_kernel(p, mu, nu, to_p, copy, sums, numbers, ends, decays, key, start, 
 # ---------------------------------------------------------------- what they share
 @triton.jit
 def adam(M, N, numbers):
-    return tl.load(numbers + 5) * wide(M) / (tl.sqrt(wide(N)) + tl.load(numbers + 6))
+    return tl.load(numbers + 5) * M / (tl.sqrt(N) + tl.load(numbers + 6))
 
 
 @triton.jit

@@ -9,7 +9,7 @@ def adamw(
     p: Tensor, g: Tensor, mu: Tensor, nu: Tensor, numbers: Tensor, ends: Tensor | None, decays: Tensor | None, key: Tensor | None,
     start: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    b1, a1, b2, a2, rate, eps, decay, scale = (numbers[i] for i in range(len(numbers)))
+    b1, a1, b2, a2, rate, eps, decay, scale = each(numbers)
     g = scale * wide(g)
     m, n = b1 * wide(mu) + a1 * g, b2 * wide(nu) + a2 * g * g
     new = shrink(p, decay, ends, decays) * wide(p) - rate * m / (n.sqrt() + eps)
@@ -19,7 +19,7 @@ def adamw(
 def lion(
     p: Tensor, g: Tensor, mu: Tensor, numbers: Tensor, ends: Tensor | None, decays: Tensor | None, key: Tensor | None, start: int,
 ) -> tuple[Tensor, Tensor]:
-    b1, a1, b2, a2, rate, decay, scale = (numbers[i] for i in range(len(numbers)))
+    b1, a1, b2, a2, rate, decay, scale = each(numbers)
     g, m = scale * wide(g), wide(mu)
     new = shrink(p, decay, ends, decays) * wide(p) - rate * torch.sgn(a1 * g + b1 * m)
     return stored(new, p, key, start), (b2 * m + a2 * g).to(mu.dtype)
@@ -28,7 +28,7 @@ def lion(
 def sgd_momentum(
     p: Tensor, g: Tensor, trace: Tensor, numbers: Tensor, key: Tensor | None, start: int, nesterov: bool,
 ) -> tuple[Tensor, Tensor]:
-    decay, rate, scale = (numbers[i] for i in range(len(numbers)))
+    decay, rate, scale = each(numbers)
     g = scale * wide(g)
     t = g + decay * wide(trace)
     kept = 1 * wide(p)          # a gradient that is the result's own may not leave an op as it came
@@ -40,6 +40,10 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def each(numbers: Tensor) -> list[Tensor]:
+    return [wide(numbers)[i] for i in range(len(numbers))]
+
+
 def shrink(p: Tensor, decay: Tensor, ends: Tensor | None, decays: Tensor | None) -> Tensor:
     return 1 - decay if decays is None else 1 - decay * of_segment(ends, decays, p)
 
@@ -48,7 +52,7 @@ def of_segment(ends: Tensor | None, values: Tensor, like: Tensor) -> Tensor:
     """The value of each element's segment, in the shape of the elements."""
     if ends is None:
         raise ValueError("values of segments came without their ends: give ends, int64 (segments,), where each segment ends")
-    return values[segments(ends, like)]
+    return wide(values)[segments(ends, like)]
 
 
 def segments(ends: Tensor, like: Tensor) -> Tensor:
