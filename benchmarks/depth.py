@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 
+CLAIMS = {"layer48_vs_layer6": "compiling 48 layers by layer, against 6 layers: seconds"}
 KINDS = {"layer": "fspeed jit, scope='layer'", "step": "fspeed jit", "peer": "torch.compile"}
 
 

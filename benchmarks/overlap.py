@@ -20,6 +20,10 @@ from benchmarks import gpt
 from benchmarks.measure import on_ranks, ratio
 from benchmarks.zero import elements_sent, fsdp2, fspeed
 
+CLAIMS = {
+    "z3_vs_fsdp2_1gbit": "ZeRO-3 over 1 Gbit/s, against FSDP2: time",
+    "z3_bf16_vs_fsdp2_1gbit": "... gathers and reductions in bfloat16",
+}
 RATE = 1e9                                  # bits a second, each way
 LOW, ALONE = " in bf16", "fspeed, nothing sent"
 NEEDED = "python -m benchmarks overlap makes network namespaces and limits their rate, which needs root and the tools ip and tc"

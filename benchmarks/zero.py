@@ -17,6 +17,14 @@ from benchmarks import gpt
 from benchmarks.measure import job, on_ranks, ratio
 from fspeed.testing.count import Counted
 
+CLAIMS = {
+    "dp_vs_ddp": "data parallel on 2 ranks, against DDP: time",
+    "z1_vs_zro": "ZeRO-1 on 2 ranks, against ZeroRedundancyOptimizer: time",
+    "z2_vs_deepspeed2": "ZeRO-2 on 2 ranks, against DeepSpeed 2: time",
+    "z3_vs_deepspeed3": "ZeRO-3 on 2 ranks, against DeepSpeed 3: time",
+    "z3_vs_fsdp2": "ZeRO-3 on 2 ranks, against FSDP2: time",
+    "z3_peak_vs_fsdp2": "... peak memory",
+}
 RATIOS = {
     "z3_vs_fsdp2": ("fspeed zero 3", "FSDP2"), "z1_vs_zro": ("fspeed zero 1", "ZeroRedundancyOptimizer"),
     "dp_vs_ddp": ("fspeed data parallel", "DDP"), "z3_vs_ddp": ("fspeed zero 3", "DDP"), "z2_vs_ddp": ("fspeed zero 2", "DDP"),

@@ -1,1 +1,7 @@
 """Ops: each a folder with a plain reference, a CPU path and a Triton kernel."""
+
+from .xent import cross_entropy as cross_entropy
+from .xent import linear_cross_entropy as linear_cross_entropy
+from .xent import linear_cross_entropy_sum as linear_cross_entropy_sum
+from .xent import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from .xent import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy

@@ -69,11 +69,18 @@ class _Interpreted:
 OPTIONS = frozenset(("num_warps", "num_stages", "num_ctas", "maxnreg"))
 
 
-@cache
 def _function(kernel: Any) -> Any:
+    """By identity: a kernel's hash reads what it calls, which while one is interpreted are the interpreter's own functions."""
     from triton.runtime.interpreter import InterpretedFunction
     _mend()
-    return kernel if isinstance(kernel, InterpretedFunction) else InterpretedFunction(kernel.fn)
+    if isinstance(kernel, InterpretedFunction):
+        return kernel
+    if id(kernel) not in _FUNCTIONS:
+        _FUNCTIONS[id(kernel)] = kernel, InterpretedFunction(kernel.fn)
+    return _FUNCTIONS[id(kernel)][1]
+
+
+_FUNCTIONS: dict[int, tuple[Any, Any]] = {}
 
 
 @contextlib.contextmanager
@@ -81,11 +88,23 @@ def _calls_interpreted() -> Iterator[None]:
     """Within it a kernel that a kernel calls is interpreted too."""
     from triton.runtime.jit import JITFunction
     before = JITFunction.__call__
-    JITFunction.__call__ = lambda self, *args, **named: _function(self)(*args, **named)
+    JITFunction.__call__ = _call
     try:
         yield
     finally:
         JITFunction.__call__ = before
+
+
+def _call(kernel: Any, *args: Any, **named: Any) -> Any:
+    """A kernel called by an interpreted one; what the interpreter puts in the place of Triton's language goes when it returns."""
+    from triton.runtime import interpreter
+    called = _function(kernel)
+    scope = interpreter._patch_lang(called.fn)
+    try:
+        return called.rewrite()(*args, **named)
+    finally:
+        if scope is not None:
+            scope.restore()
 
 
 @cache

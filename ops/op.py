@@ -97,10 +97,10 @@ def op(
 
 def _backward_op(name: str, reference: Function, raw: Any, saves: int, paths: Paths) -> Op:
     """The backward as an op of (*grads, *outputs, *inputs), whose own derivatives are those of the reference's."""
-    arguments, results = str(raw._schema).partition("(")[2].partition(") ->")[0], len(raw._schema.returns)
+    results = len(raw._schema.returns)
     shown = results - saves
     declared = [f"Tensor grad{i}" for i in range(shown)] + [f"Tensor out{i}" for i in range(results)]
-    declared += [arguments]
+    declared += [str(raw._schema).partition("(")[2].rpartition(") -> ")[0]]
     split = lambda args: (args[:shown], args[shown + results :], args[shown : shown + results])
 
     def plain(*args: Any) -> list[Tensor]:

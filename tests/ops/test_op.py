@@ -117,3 +117,23 @@ def test_interpreted_kernels_run_only_where_asked():
     with interpreted():
         spy(X)
     assert calls
+
+
+@triton.jit
+def twice(x):
+    return 2 * x
+
+
+@triton.jit
+def twice_kernel(x, out, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, twice(tl.load(x + i)))
+
+
+def test_the_interpreter_leaves_tritons_language_as_it_was():
+    before = [dict(vars(part)) for part in (tl, tl.core, tl.tensor, tl.dtype)]
+    x = torch.arange(8.)
+    out = torch.empty(8)
+    on(twice_kernel, x)[(1,)](x, out, BLOCK=8)
+    assert torch.equal(out, 2 * x)
+    assert [dict(vars(part)) for part in (tl, tl.core, tl.tensor, tl.dtype)] == before
