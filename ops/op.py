@@ -42,7 +42,7 @@ class Paths:
 
 def op(
     schema: str, reference: Function, cuda: Function, cpu: Function | None = None, *, backward: Paths | None = None,
-    fake: Function | None = None, vmap: Function | None = None, saves: int = 0,
+    fake: Function | None = None, vmap: Function | None = None, saves: int = 0, alike: dict[int, int] | None = None,
 ) -> Op:
     """A function on tensors with a kernel for GPUs, a path for CPUs and a plain reference, differentiable to any order.
 
@@ -57,6 +57,8 @@ def op(
         fake: the shapes of the result, on fake tensors; by default what the reference says.
         vmap: `(info, in_dims, *args) -> (out, out_dims)`, as `torch.autograd.Function` takes it; by default the reference, batched.
         saves: how many of the last outputs are there for `backward` alone: they have no gradient.
+        alike: inputs whose gradient is one that is there already, which `backward` leaves out: `{i: k}`, input i's is input k's, or
+            `{i: ~j}`, it is output j's. An operator of PyTorch would have to return a copy.
 
     Returns:
         A function of positional arguments.
@@ -67,7 +69,8 @@ def op(
     """
     name = schema.partition("(")[0]
     raw = register(schema, cpu or reference, cuda, fake or reference)
-    pull = _backward_op(name, reference, raw, saves, backward) if backward else None
+    alike = alike or {}
+    pull = _backward_op(name, reference, raw, saves, alike, backward) if backward else None
 
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         results = output if isinstance(output, tuple) else (output,)
@@ -81,11 +84,12 @@ def op(
         if all(g is None for g in grads[: ctx.shown]):
             return (None,) * len(inputs)
         filled = [torch.zeros_like(o) if g is None else g for g, o in zip(grads, outputs[: ctx.shown], strict=False)]
-        wanted = differentiable(inputs)
-        found = pull(*filled, *outputs, *inputs) if pull else reference_backward(reference, filled, inputs, ctx.shown)
+        found = pull(*filled, *outputs, *inputs) if pull else reference_backward(reference, filled, inputs, ctx.shown, alike)
         out: list[Any] = [None] * len(inputs)
-        for i, g in zip(wanted, found if isinstance(found, (tuple, list)) else (found,), strict=True):
+        for i, g in zip(distinct(inputs, alike), found if isinstance(found, (tuple, list)) else (found,), strict=True):
             out[i] = g
+        for i, k in alike.items():
+            out[i] = out[k] if k >= 0 else filled[~k]
         return tuple(out)
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -95,7 +99,7 @@ def op(
     return Op(name, reference, cpu or reference, cuda, call, pull)
 
 
-def _backward_op(name: str, reference: Function, raw: Any, saves: int, paths: Paths) -> Op:
+def _backward_op(name: str, reference: Function, raw: Any, saves: int, alike: dict[int, int], paths: Paths) -> Op:
     """The backward as an op of (*grads, *outputs, *inputs), whose own derivatives are those of the reference's."""
     results = len(raw._schema.returns)
     shown = results - saves
@@ -105,11 +109,11 @@ def _backward_op(name: str, reference: Function, raw: Any, saves: int, paths: Pa
 
     def plain(*args: Any) -> list[Tensor]:
         grads, inputs, _ = split(args)
-        return reference_backward(reference, grads, inputs, shown)
+        return reference_backward(reference, grads, inputs, shown, alike)
 
     def fake(*args: Any) -> list[Tensor]:
         _, inputs, _ = split(args)
-        return [torch.empty_like(inputs[i], memory_format=torch.contiguous_format) for i in differentiable(inputs)]
+        return [torch.empty_like(inputs[i], memory_format=torch.contiguous_format) for i in distinct(inputs, alike)]
 
     def path(function: Function | None) -> Function:
         if function is None:
@@ -222,6 +226,11 @@ def differentiable(inputs: Sequence[Any]) -> list[int]:
     return [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
+def distinct(inputs: Sequence[Any], alike: dict[int, int]) -> list[int]:
+    """Which inputs have a gradient of their own."""
+    return [i for i in differentiable(inputs) if i not in alike]
+
+
 def remember(ctx: Any, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> None:
     """Keep inputs and outputs for `recall`."""
     tensors = [x for x in (*inputs, *outputs) if isinstance(x, Tensor)]
@@ -245,9 +254,11 @@ def shown_of(reference: Function, shown: int | None) -> Function:
     return of
 
 
-def reference_backward(reference: Function, grads: Sequence[Tensor], inputs: Sequence[Any], shown: int) -> list[Tensor]:
+def reference_backward(
+    reference: Function, grads: Sequence[Tensor], inputs: Sequence[Any], shown: int, alike: dict[int, int],
+) -> list[Tensor]:
     """The gradients of the inputs, from the reference's vjp."""
-    wanted = differentiable(inputs)
+    wanted = distinct(inputs, alike)
 
     def of(*xs: Tensor) -> tuple[Tensor, ...]:
         full = list(inputs)

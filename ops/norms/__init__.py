@@ -1,4 +1,4 @@
-"""Norms over the last dim, with sums in float32 or wider."""
+"""Norms over the last dim, with sums in float32 or wider, and the residual added on the way."""
 from torch import Tensor
 
 from ..op import Paths, of_kernel, op
@@ -6,63 +6,63 @@ from . import cpu, reference
 
 kernel = lambda name: of_kernel(__package__, name)
 
-LAYER_NORM = op(
-    "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)", reference.layer_norm,
-    kernel("layer_norm"), cpu.layer_norm, backward=Paths(cpu.layer_norm_backward, kernel("layer_norm_backward")), saves=2)
-RMS_NORM = op(
-    "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", reference.rms_norm,
-    kernel("rms_norm"), cpu.rms_norm, backward=Paths(cpu.rms_norm_backward, kernel("rms_norm_backward")), saves=1)
-ADD_RMS_NORM = op(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)", reference.add_rms_norm,
-    kernel("add_rms_norm"), cpu.add_rms_norm, backward=Paths(cpu.add_rms_norm_backward, kernel("add_rms_norm_backward")), saves=1)
+NORM = op(
+    "norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool center) -> (Tensor, Tensor, Tensor)", reference.norm,
+    kernel("norm"), cpu.norm, backward=Paths(cpu.norm_backward, kernel("norm_backward")), saves=2)
+ADD_NORM = op(
+    "add_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps, bool center) -> (Tensor, Tensor, Tensor, Tensor)",
+    reference.add_norm, kernel("add_norm"), cpu.add_norm,
+    backward=Paths(cpu.add_norm_backward, kernel("add_norm_backward")), saves=2, alike={1: 0})
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Each row with its mean taken off, divided by its standard deviation, scaled and shifted.
 
-        (x - mean(x)) / sqrt(var(x) + eps) weight + bias
+        (x - mean(x)) / sqrt(var(x) + eps) weight + bias    or, with a residual, that of x + residual, and x + residual
 
     Args:
         x: (..., n), a floating dtype.
-        weight, bias: (n,).
+        weight, bias: (n,), a floating dtype; no bias if None.
         eps: > 0, keeps constant rows finite.
+        residual: as x, or None.
 
     Returns:
-        As x.
+        As x; with a residual, two of them: what is normalized, and the sum that it was made of.
 
     Raises:
-        ValueError: weight or bias is not of shape (n,).
+        ValueError: weight or bias is not of shape (n,), or residual not of x's shape and dtype.
 
-    Cost: on a GPU x read and the result written, backward x and its gradient read and one written, for rows up to 8,192 numbers
-    (longer ones are read twice); 8 bytes a row are kept beside the inputs.
+    Cost: on a GPU x is read and the result written, backward x and its gradient read and one written; a residual adds a read and a
+        write forward, and a read backward. Rows of more than 8,192 numbers are read twice. 8 bytes a row are kept beside the inputs.
 
     >>> layer_norm(torch.tensor([[1., 2., 3.]]), torch.ones(3), torch.zeros(3))
     tensor([[-1.2247,  0.0000,  1.2247]])
 
     J. L. Ba, J. R. Kiros, G. E. Hinton, "Layer normalization", arXiv:1607.06450.
     """
-    check("layer_norm", x, weight=weight, bias=bias)
-    return LAYER_NORM(x, weight, bias, eps)[0]
+    return norm("layer_norm", x, weight, bias, eps, residual, center=True)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """Each row divided by the root of its mean square, and scaled.
 
         x / sqrt(mean(x**2) + eps) weight    or, with a residual, that of x + residual, and x + residual
 
     Args:
         x: (..., n), a floating dtype.
-        weight: (n,).
+        weight: (n,), a floating dtype.
         eps: > 0, keeps zero rows finite.
         residual: as x, or None.
 
     Returns:
-        As x; with a residual, two of them: what is normalized, and the sum that it was made of, in x's dtype.
+        As x; with a residual, two of them: what is normalized, and the sum that it was made of.
 
     Raises:
         ValueError: weight is not of shape (n,), or residual not of x's shape and dtype.
 
-    Cost: as layer_norm's; with a residual one more read and write forward, and one more read backward.
+    Cost: as layer_norm's.
 
     >>> rms_norm(torch.tensor([[3., 4.]]), torch.ones(2), 0.)
     tensor([[0.8485, 1.1314]])
@@ -71,16 +71,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
     B. Zhang, R. Sennrich, "Root mean square layer normalization", arXiv:1910.07467.
     """
-    check("rms_norm", x, weight=weight)
-    if residual is None:
-        return RMS_NORM(x, weight, eps)[0]
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(
-            f"rms_norm: residual must be as x, {tuple(x.shape)} {x.dtype}, got {tuple(residual.shape)} {residual.dtype}; expand it")
-    return ADD_RMS_NORM(x, residual, weight, eps)[:2]
+    return norm("rms_norm", x, weight, None, eps, residual, center=False)
 
 
-def check(name: str, x: Tensor, **rows: Tensor | None) -> None:
-    for what, row in rows.items():
+def norm(
+    name: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None, center: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    for what, row in {"weight": weight, "bias": bias}.items():
         if row is not None and row.shape != x.shape[-1:]:
             raise ValueError(f"{name}: {what} must have the shape of x's last dim, {tuple(x.shape[-1:])}, got {tuple(row.shape)}")
+    if residual is None:
+        return NORM(x, weight, bias, eps, center)[0]
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"{name}: residual must be as x, {tuple(x.shape)} {x.dtype}, got {tuple(residual.shape)} {residual.dtype}; expand or cast it")
+    return ADD_NORM(x, residual, weight, bias, eps, center)[:2]

@@ -14,78 +14,72 @@ from ..interpret import on
 from ..rowwise import STRIPS, accumulator, tile, wide
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    y, _, mean, rstd = forward(x, None, weight, bias, eps, center=True)
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, center: bool) -> tuple[Tensor, ...]:
+    y, _, mean, rstd = forward(x, None, weight, bias, eps, center)
     return y, mean, rstd
 
 
-def layer_norm_backward(grads: Any, inputs: Any, outputs: Any) -> list[Tensor]:
-    x, weight, bias, _ = inputs
+def norm_backward(grads: Any, inputs: Any, outputs: Any) -> list[Tensor]:
+    x, weight, bias, _, center = inputs
     _, mean, rstd = outputs
-    return [g for g in backward(grads[0], None, x, weight, bias, mean, rstd) if g is not None]
+    return backward(grads[0], None, x, weight, bias, mean, rstd, center)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    y, _, _, rstd = forward(x, None, weight, None, eps, center=False)
-    return y, rstd
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, center: bool,
+) -> tuple[Tensor, ...]:
+    return forward(x, residual, weight, bias, eps, center)
 
 
-def rms_norm_backward(grads: Any, inputs: Any, outputs: Any) -> list[Tensor]:
-    return list(backward(grads[0], None, inputs[0], inputs[1], None, None, outputs[1])[:2])
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    y, total, _, rstd = forward(x, residual, weight, None, eps, center=False)
-    return y, total, rstd
-
-
-def add_rms_norm_backward(grads: Any, inputs: Any, outputs: Any) -> list[Tensor]:
-    dx, dw, _ = backward(grads[0], grads[1], outputs[1], inputs[2], None, None, outputs[2])
-    return [dx, dx.clone(), dw]
+def add_norm_backward(grads: Any, inputs: Any, outputs: Any) -> list[Tensor]:
+    _, _, weight, bias, _, center = inputs
+    _, total, mean, rstd = outputs
+    return backward(*grads, total, weight, bias, mean, rstd, center)
 
 
 def forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool) -> tuple[Any, ...]:
-    """y, x + residual, mean and 1 / std; None for what there is not."""
-    new = lambda like=x, **how: torch.empty(like.shape, dtype=x.dtype, device=x.device, **how)
-    n = x.shape[-1]
-    m = x.numel() // max(n, 1)
+    """y, x + residual (None without), mean and 1 / std."""
+    new = lambda: torch.empty(x.shape, dtype=x.dtype, device=x.device)
     saved = lambda: torch.empty((*x.shape[:-1], 1), dtype=accumulator(x), device=x.device)
-    y, total, mean, rstd = new(), None if residual is None else new(), saved() if center else None, saved()
+    y, total, mean, rstd = new(), None if residual is None else new(), saved(), saved()
+    m, n = rstd.numel(), x.shape[-1]
     cut = tile(n)
-    if m:
+    if x.numel():
         on(forward_kernel, x)[(triton.cdiv(m, cut.rows),)](
-            x.contiguous(), None if residual is None else residual.contiguous(), weight.contiguous(),
-            None if bias is None else bias.contiguous(), y, total, mean, rstd, m, n, eps, **wide(x), **cut.options())
+            *dense(x, residual, weight, bias), y, total, mean, rstd, m, n, eps, CENTER=center, **wide(x), **cut.options())
     return y, total, mean, rstd
 
 
 def backward(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor | None, rstd: Tensor,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of x, weight and bias, of what was normalized: x; dtotal, if any, is x's gradient from elsewhere."""
-    dx, n = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[-1]
-    m, cut = x.numel() // max(n, 1), tile(n)
-    strips = min(STRIPS, triton.cdiv(m, cut.rows))
-    sums = lambda: torch.zeros((strips, n), dtype=accumulator(x), device=x.device)
-    dw, db = sums(), None if bias is None else sums()
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor, center: bool,
+) -> list[Tensor]:
+    """The gradients of x, weight and bias, of what was normalized: x. dtotal is x's gradient from elsewhere."""
+    m, n = rstd.numel(), x.shape[-1]
+    cut = tile(n)
+    strips = min(STRIPS, triton.cdiv(m, cut.rows)) if n else 0
+    sums = lambda: torch.empty((strips, n), dtype=accumulator(x), device=x.device)
+    dx, dw, db = torch.empty(x.shape, dtype=x.dtype, device=x.device), sums(), None if bias is None else sums()
     if strips:
         on(backward_kernel, x)[(strips,)](
-            dy.contiguous(), None if dtotal is None else dtotal.contiguous(), x.contiguous(), weight.contiguous(), mean, rstd,
-            dx, dw, db, m, n, **wide(x), **cut.options())
-    return dx, dw.sum(0).to(weight.dtype), None if db is None or bias is None else db.sum(0).to(bias.dtype)
+            *dense(dy, dtotal, x, weight), mean, rstd, dx, dw, db, m, n, CENTER=center, **wide(x), **cut.options())
+    return [dx, dw.sum(0).to(weight.dtype)] + ([] if db is None or bias is None else [db.sum(0).to(bias.dtype)])
+
+
+def dense(*xs: Tensor | None) -> list[Tensor | None]:
+    return [x if x is None else x.contiguous() for x in xs]
 
 
 @triton.jit
 def forward_kernel(
     x, residual, weight, bias, y, total, mean, rstd, M, N, eps,
-    WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    CENTER: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     i = tl.arange(0, BLOCK)[None, :]
     if WHOLE:
         at, inside = row * N + i, (row < M) & (i < N)
         h = added(x, residual, total, at, inside, WIDE)
-        mu, squares = moments(h, i < N, N, mean is not None)
+        mu, squares = moments(h, i < N, N, CENTER)
         r = 1 / tl.sqrt(squares / N + eps)
         tl.store(y + at, scaled((h - mu) * r, weight, bias, i, i < N, WIDE).to(y.dtype.element_ty), inside)
     else:
@@ -94,18 +88,18 @@ def forward_kernel(
             j = start + i
             h = added(x, residual, total, row * N + j, (row < M) & (j < N), WIDE)
             count = tl.minimum(BLOCK, N - start).to(WIDE)
-            mu_, squares_ = moments(h, j < N, count, mean is not None)
+            mu_, squares_ = moments(h, j < N, count, CENTER)
             share = count / (start + count)                           # Chan's sum of the moments of two parts
             squares += squares_ + (mu_ - mu) * (mu_ - mu) * start * share
             mu += (mu_ - mu) * share
         r = 1 / tl.sqrt(squares / N + eps)
+        tl.debug_barrier()                                            # total is read by other threads than those that wrote it
         for start in range(0, N, BLOCK):
             j = start + i
             at, inside = row * N + j, (row < M) & (j < N)
             h = tl.load((x if residual is None else total) + at, inside, 0).to(WIDE)
             tl.store(y + at, scaled((h - mu) * r, weight, bias, j, j < N, WIDE).to(y.dtype.element_ty), inside)
-    if mean is not None:
-        tl.store(mean + row, mu, row < M)
+    tl.store(mean + row, mu, row < M)
     tl.store(rstd + row, r, row < M)
 
 
@@ -142,42 +136,45 @@ def scaled(h, weight, bias, i, inside, WIDE: tl.constexpr):
 @triton.jit
 def backward_kernel(
     dy, dtotal, x, weight, mean, rstd, dx, dw, db, M, N,
-    WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    CENTER: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):
     strip, strips = tl.program_id(0), tl.num_programs(0)
     i = tl.arange(0, BLOCK)[None, :]
     mine = strip.to(tl.int64) * N + i
     dw_, db_ = tl.zeros((ROWS, BLOCK), WIDE), tl.zeros((ROWS, BLOCK), WIDE)
     for first in range(strip * ROWS, M, strips * ROWS):
-        row = first.to(tl.int64) + tl.arange(0, ROWS)[:, None]
+        row = first + tl.arange(0, ROWS).to(tl.int64)[:, None]
         r = tl.load(rstd + row, row < M, 0)
-        mu = tl.load(mean + row, row < M, 0) if mean is not None else r * 0
+        mu = tl.load(mean + row, row < M, 0)
         if WHOLE:
             at, inside = row * N + i, (row < M) & (i < N)
             g, h = loaded(dy, x, mu, r, at, inside, WIDE)
             dw_ += g * h
-            db_ += g
+            if db is not None:
+                db_ += g
             g *= tl.load(weight + i, i < N, 0).to(WIDE)
             along = tl.sum(g * h, 1, keep_dims=True) / N
             level = tl.sum(g, 1, keep_dims=True) / N
-            pulled(dx, dtotal, g, h, r, along, level, at, inside, mean is not None)
+            pulled(dx, dtotal, g, h, r, along, level, at, inside, CENTER)
         else:
             along, level = r * 0, r * 0
             for start in range(0, N, BLOCK):
                 j = start + i
                 g, h = loaded(dy, x, mu, r, row * N + j, (row < M) & (j < N), WIDE)
-                tl.store(dw + mine + start, tl.load(dw + mine + start, j < N, 0) + g * h, j < N)        # this strip's alone: stays in L2
+                more = first > strip * ROWS                           # a strip's sums are its own, and stay in the L2 cache
+                tl.store(dw + mine + start, tl.load(dw + mine + start, more & (j < N), 0) + g * h, j < N)
                 if db is not None:
-                    tl.store(db + mine + start, tl.load(db + mine + start, j < N, 0) + g, j < N)
+                    tl.store(db + mine + start, tl.load(db + mine + start, more & (j < N), 0) + g, j < N)
                 g *= tl.load(weight + j, j < N, 0).to(WIDE)
                 along += tl.sum(g * h, 1, keep_dims=True) / N
                 level += tl.sum(g, 1, keep_dims=True) / N
+            tl.debug_barrier()
             for start in range(0, N, BLOCK):
                 j = start + i
                 at, inside = row * N + j, (row < M) & (j < N)
                 g, h = loaded(dy, x, mu, r, at, inside, WIDE)
                 g *= tl.load(weight + j, j < N, 0).to(WIDE)
-                pulled(dx, dtotal, g, h, r, along, level, at, inside, mean is not None)
+                pulled(dx, dtotal, g, h, r, along, level, at, inside, CENTER)
     if WHOLE:
         tl.store(dw + mine, tl.sum(dw_, 0, keep_dims=True), i < N)
         if db is not None:

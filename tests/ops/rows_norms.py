@@ -1,12 +1,21 @@
 """The norms in the contract table."""
 import torch
 
-from fspeed.ops.norms import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from fspeed.ops.norms import ADD_NORM, NORM
 
-new = torch.randn
+
+def row(op, center, bias=False):
+    xs = 2 if op is ADD_NORM else 1
+    new = torch.randn
+    return op, lambda shape: (
+        *[new(shape) for _ in range(xs)], new(shape[-1:]), new(shape[-1:]) if bias else None, 1e-2, center)
+
+
 ROWS = {
-    "layer_norm": (LAYER_NORM, lambda shape: (new(shape), new(shape[-1:]), new(shape[-1:]), 1e-2)),
-    "layer_norm without bias": (LAYER_NORM, lambda shape: (new(shape), new(shape[-1:]), None, 1e-2)),
-    "rms_norm": (RMS_NORM, lambda shape: (new(shape), new(shape[-1:]), 1e-2)),
-    "rms_norm with residual": (ADD_RMS_NORM, lambda shape: (new(shape), new(shape), new(shape[-1:]), 1e-2)),
+    "layer_norm": row(NORM, True, bias=True),
+    "layer_norm without bias": row(NORM, True),
+    "layer_norm with residual": row(ADD_NORM, True, bias=True),
+    "rms_norm": row(NORM, False),
+    "rms_norm with bias": row(NORM, False, bias=True),
+    "rms_norm with residual": row(ADD_NORM, False),
 }
