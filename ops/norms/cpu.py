@@ -60,7 +60,7 @@ def backward(
         dx = dx if dtotal is None else dx.add_(dtotal)
     else:
         dx, dw = uncentered(dy, dtotal, x, weight_, rstd)
-        db = None if bias is None else dy.sum_to_size(bias.shape)
+        db = None if bias is None else dy.reshape(-1, len(bias)).sum(0, dtype=rstd.dtype)
     return [dx, dw.to(weight.dtype)] + ([] if bias is None else [db.to(bias.dtype)])
 
 
