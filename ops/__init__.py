@@ -1,5 +1,7 @@
 """Ops: each a folder with a plain reference, a CPU path and a Triton kernel."""
 
+from .norms import layer_norm as layer_norm
+from .norms import rms_norm as rms_norm
 from .xent import cross_entropy as cross_entropy
 from .xent import linear_cross_entropy as linear_cross_entropy
 from .xent import linear_cross_entropy_sum as linear_cross_entropy_sum

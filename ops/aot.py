@@ -2,6 +2,7 @@
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ class Compiled(NamedTuple):
 
 def compiled(
     kernel: Any, signature: dict[str, str], constants: dict[str, Any], target: str = "sm_90",
-    num_warps: int = 4, num_stages: int = 3,
+    num_warps: int = 4, num_stages: int = 3, divisible: Sequence[str] = (),
 ) -> Compiled:
     """Compile a kernel for a target, with all pointers aligned to 16 bytes.
 
@@ -30,6 +31,7 @@ def compiled(
         constants: its constexpr arguments, by name.
         target: a name in TARGETS.
         num_warps, num_stages: as a launch takes them.
+        divisible: integer arguments that are multiples of 16, as a launch finds out by itself.
 
     Raises:
         whatever Triton raises for a kernel that does not compile.
@@ -40,7 +42,8 @@ def compiled(
     while hasattr(kernel, "fn") and hasattr(kernel.fn, "arg_names"):
         kernel = kernel.fn
     types = {name: "constexpr" if name in constants else signature[name] for name in kernel.arg_names}
-    aligned: Any = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind.startswith("*")}
+    aligned: Any = {(i,): [["tt.divisibility", 16]] for i, (name, kind) in enumerate(types.items())
+                    if kind.startswith("*") or name in divisible}
     backend, arch, warp = TARGETS[target]
     made = triton.compile(
         ASTSource(kernel, types, constants, aligned), target=GPUTarget(backend, arch, warp),

@@ -42,7 +42,7 @@ class Paths:
 
 def op(
     schema: str, reference: Function, cuda: Function, cpu: Function | None = None, *, backward: Paths | None = None,
-    fake: Function | None = None, vmap: Function | None = None, saves: int = 0, alike: dict[int, int] | None = None,
+    fake: Function | None = None, vmap: Function | None = None, saves: int = 0, alike: dict[int, int | None] | None = None,
 ) -> Op:
     """A function on tensors with a kernel for GPUs, a path for CPUs and a plain reference, differentiable to any order.
 
@@ -58,7 +58,7 @@ def op(
         vmap: `(info, in_dims, *args) -> (out, out_dims)`, as `torch.autograd.Function` takes it; by default the reference, batched.
         saves: how many of the last outputs are there for `backward` alone: they have no gradient.
         alike: inputs whose gradient is one that is there already, which `backward` leaves out: `{i: k}`, input i's is input k's, or
-            `{i: ~j}`, it is output j's. An operator of PyTorch would have to return a copy.
+            `{i: ~j}`, it is output j's (an operator of PyTorch would have to return a copy); or `{i: None}`, input i is a constant.
 
     Returns:
         A function of positional arguments.
@@ -89,7 +89,7 @@ def op(
         for i, g in zip(distinct(inputs, alike), found if isinstance(found, (tuple, list)) else (found,), strict=True):
             out[i] = g
         for i, k in alike.items():
-            out[i] = out[k] if k >= 0 else filled[~k]
+            out[i] = None if k is None else out[k] if k >= 0 else filled[~k]
         return tuple(out)
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -99,7 +99,7 @@ def op(
     return Op(name, reference, cpu or reference, cuda, call, pull)
 
 
-def _backward_op(name: str, reference: Function, raw: Any, saves: int, alike: dict[int, int], paths: Paths) -> Op:
+def _backward_op(name: str, reference: Function, raw: Any, saves: int, alike: dict[int, int | None], paths: Paths) -> Op:
     """The backward as an op of (*grads, *outputs, *inputs), whose own derivatives are those of the reference's."""
     results = len(raw._schema.returns)
     shown = results - saves
@@ -226,7 +226,7 @@ def differentiable(inputs: Sequence[Any]) -> list[int]:
     return [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def distinct(inputs: Sequence[Any], alike: dict[int, int]) -> list[int]:
+def distinct(inputs: Sequence[Any], alike: dict[int, int | None]) -> list[int]:
     """Which inputs have a gradient of their own."""
     return [i for i in differentiable(inputs) if i not in alike]
 
@@ -255,7 +255,7 @@ def shown_of(reference: Function, shown: int | None) -> Function:
 
 
 def reference_backward(
-    reference: Function, grads: Sequence[Tensor], inputs: Sequence[Any], shown: int, alike: dict[int, int],
+    reference: Function, grads: Sequence[Tensor], inputs: Sequence[Any], shown: int, alike: dict[int, int | None],
 ) -> list[Tensor]:
     """The gradients of the inputs, from the reference's vjp."""
     wanted = distinct(inputs, alike)

@@ -26,10 +26,10 @@ def tile(n: int) -> Tile:
     """The tile for rows of n numbers.
 
     >>> tile(768), tile(50_000)
-    (Tile(rows=2, block=1024, whole=True, num_warps=4), Tile(rows=1, block=4096, whole=False, num_warps=8))
+    (Tile(rows=2, block=1024, whole=True, num_warps=4), Tile(rows=1, block=4096, whole=False, num_warps=16))
     """
     if n > WHOLE:
-        return Tile(1, LONG, False, LONG // 512)
+        return Tile(1, LONG, False, LONG // 256)
     block = max(16, 1 << (n - 1).bit_length())
     rows = max(1, TILE // block)
     return Tile(rows, block, True, rows * block // 512)

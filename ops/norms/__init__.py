@@ -34,10 +34,11 @@ def layer_norm(
     Raises:
         ValueError: weight or bias is not of shape (n,), or residual not of x's shape and dtype.
 
-    Cost: on a GPU x is read and the result written, backward x and its gradient read and one written; a residual adds a read and a
-        write forward, and a read backward. Rows of more than 8,192 numbers are read twice. 8 bytes a row are kept beside the inputs.
+    Cost: on a GPU x is read and the result written, backward x and its gradient read and one written; a residual adds a read and
+        a write forward, and a read backward. Rows of more than 8,192 numbers are read twice. 8 bytes a row are kept.
 
-    >>> layer_norm(torch.tensor([[1., 2., 3.]]), torch.ones(3), torch.zeros(3))
+    >>> from torch import ones, tensor
+    >>> layer_norm(tensor([[1., 2., 3.]]), ones(3))
     tensor([[-1.2247,  0.0000,  1.2247]])
 
     J. L. Ba, J. R. Kiros, G. E. Hinton, "Layer normalization", arXiv:1607.06450.
@@ -64,9 +65,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | No
 
     Cost: as layer_norm's.
 
-    >>> rms_norm(torch.tensor([[3., 4.]]), torch.ones(2), 0.)
+    >>> from torch import ones, tensor
+    >>> rms_norm(tensor([[3., 4.]]), ones(2), 0.)
     tensor([[0.8485, 1.1314]])
-    >>> rms_norm(torch.tensor([[1., 2.]]), torch.ones(2), 0., residual=torch.tensor([[2., 2.]]))[1]
+    >>> rms_norm(tensor([[1., 2.]]), ones(2), 0., residual=tensor([[2., 2.]]))[1]
     tensor([[3., 4.]])
 
     B. Zhang, R. Sennrich, "Root mean square layer normalization", arXiv:1910.07467.
@@ -84,5 +86,6 @@ def norm(
         return NORM(x, weight, bias, eps, center)[0]
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(
-            f"{name}: residual must be as x, {tuple(x.shape)} {x.dtype}, got {tuple(residual.shape)} {residual.dtype}; expand or cast it")
+            f"{name}: residual must be as x, {tuple(x.shape)} {x.dtype}, "
+            f"got {tuple(residual.shape)} {residual.dtype}; expand or cast it")
     return ADD_NORM(x, residual, weight, bias, eps, center)[:2]

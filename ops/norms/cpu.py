@@ -46,7 +46,7 @@ def add_norm(
 def add_norm_backward(grads: Any, inputs: Any, outputs: Any) -> list[Tensor]:
     _, _, weight, bias, _, center = inputs
     _, total, mean, rstd = outputs
-    return backward(*grads, total, weight, bias, mean, rstd, center)
+    return backward(grads[0], grads[1], total, weight, bias, mean, rstd, center)
 
 
 def backward(

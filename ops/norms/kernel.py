@@ -34,7 +34,7 @@ def add_norm(
 def add_norm_backward(grads: Any, inputs: Any, outputs: Any) -> list[Tensor]:
     _, _, weight, bias, _, center = inputs
     _, total, mean, rstd = outputs
-    return backward(*grads, total, weight, bias, mean, rstd, center)
+    return backward(grads[0], grads[1], total, weight, bias, mean, rstd, center)
 
 
 def forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool) -> tuple[Any, ...]:
@@ -161,10 +161,10 @@ def backward_kernel(
             for start in range(0, N, BLOCK):
                 j = start + i
                 g, h = loaded(dy, x, mu, r, row * N + j, (row < M) & (j < N), WIDE)
-                more = first > strip * ROWS                           # a strip's sums are its own, and stay in the L2 cache
-                tl.store(dw + mine + start, tl.load(dw + mine + start, more & (j < N), 0) + g * h, j < N)
+                more = (row > strip * ROWS) & (j < N)                 # a strip's sums are its own, and stay in the L2 cache
+                tl.store(dw + mine + start, tl.load(dw + mine + start, more, 0) + g * h, j < N)
                 if db is not None:
-                    tl.store(db + mine + start, tl.load(db + mine + start, more & (j < N), 0) + g, j < N)
+                    tl.store(db + mine + start, tl.load(db + mine + start, more, 0) + g, j < N)
                 g *= tl.load(weight + j, j < N, 0).to(WIDE)
                 along += tl.sum(g * h, 1, keep_dims=True) / N
                 level += tl.sum(g, 1, keep_dims=True) / N
