@@ -1,5 +1,8 @@
 """Ops: each a folder with a plain reference, a CPU path and a Triton kernel."""
 
+from .activations import bias_gelu as bias_gelu
+from .activations import geglu as geglu
+from .activations import swiglu as swiglu
 from .norms import layer_norm as layer_norm
 from .norms import rms_norm as rms_norm
 from .xent import cross_entropy as cross_entropy

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rowwise import accumulator
-
-BLOCK = 1 << 16        # numbers a block
+from ..rowwise import accumulator, blocks
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, center: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -19,7 +17,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, center: boo
         return torch.native_layer_norm(x.contiguous(), x.shape[-1:], weight, bias, eps)
     n, y = x.shape[-1], torch.empty(x.shape, dtype=x.dtype)
     mean, rstd = (make((*x.shape[:-1], 1), dtype=wide) for make in (torch.zeros, torch.empty))
-    for h, y_, r in blocks(n, x, y, rstd):
+    for h, y_, r in blocks(x, y, rstd):
         torch.linalg.vector_norm(h, dim=-1, keepdim=True, out=r, dtype=wide)
         r.square_().div_(n).add_(eps).rsqrt_()
         out = torch.mul(h, r, out=y_ if y_.dtype == wide else None).mul_(weight)
@@ -68,7 +66,7 @@ def uncentered(dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, rst
     """dx = (g - <g, h> h) rstd + dtotal, of g = dy weight and h = x rstd; dweight = sum dy h."""
     n, wide = x.shape[-1], rstd.dtype
     dx, dw = torch.empty(x.shape, dtype=x.dtype), torch.zeros(n, dtype=wide)
-    for g, h, r, out, *more in blocks(n, dy, x, rstd, dx, *([] if dtotal is None else [dtotal])):
+    for g, h, r, out, *more in blocks(dy, x, rstd, dx, *([] if dtotal is None else [dtotal])):
         g, h = g.to(wide), h * r
         gh = g * h
         dw += gh.sum(0)
@@ -76,9 +74,3 @@ def uncentered(dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, rst
         h.mul_(along).neg_().addcmul_(g, weight).mul_(r)
         torch.add(h, more[0], out=out) if more and out.dtype == wide else out.copy_(h + more[0] if more else h)
     return dx, dw
-
-
-def blocks(n: int, *xs: Tensor) -> Any:
-    """The same rows of each, so many as make up BLOCK numbers."""
-    flat = [x.contiguous().view(-1, x.shape[-1]) for x in xs] if xs[0].numel() else []
-    return zip(*[x.split(max(1, BLOCK // n)) for x in flat], strict=True)
