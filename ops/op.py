@@ -153,6 +153,17 @@ def _backward_op(name: str, reference: Function, raw: Any, saves: int, alike: di
     return Op(f"{name}_backward", plain, path(paths.cpu), path(paths.cuda), call)
 
 
+def plain_on_cpu(op: Op) -> Function:
+    """The op; but on the CPU its reference as it stands: for ops that no path of their own makes faster there.
+
+    Autograd then keeps what it likes, and a compiler fuses the operations with what is around them.
+    """
+    def call(*args: Any) -> Any:
+        return op(*args) if args[0].device.type != "cpu" or interpreting() else op.reference(*args)
+
+    return call
+
+
 def of_kernel(package: str, name: str) -> Function:
     """The function `name` of a package's kernel.py, imported when first called: Triton is not everywhere, and slow to import.
 

@@ -5,7 +5,7 @@ from torch.func import grad, hessian, jvp, vjp, vmap
 from torch.nn.functional import gelu
 
 from fspeed.ops.interpret import interpreted, on
-from fspeed.ops.op import Paths, op
+from fspeed.ops.op import Paths, op, plain_on_cpu
 from fspeed.testing.ops import check_op
 
 triton = pytest.importorskip("triton")
@@ -156,3 +156,11 @@ def test_inputs_without_a_gradient():
                 backward=Paths(*[lambda g, i, o: [g[0] * i[1]]] * 2), alike={1: None})
     check_op(scaled, X, X.flip(0), kernels=False)
     assert not vjp(scaled, X, X)[1](X)[1].any()
+
+
+def test_plain_on_cpu_is_the_reference_there():
+    """And the op where kernels are interpreted."""
+    seven = plain_on_cpu(op("test_plain(Tensor x) -> Tensor", lambda x: x + 1, cuda=lambda x: torch.full_like(x, 7.)))
+    assert torch.equal(seven(X), X + 1)
+    with interpreted():
+        assert torch.equal(seven(X), torch.full_like(X, 7.))
