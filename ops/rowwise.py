@@ -65,6 +65,25 @@ def rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def leading(x: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+    """x, or a copy, and three sizes and strides that lead to its rows: row (a, b, c) is at a, b and c times their strides.
+
+    >>> leading(torch.empty(5, 1, 1, 8).expand(5, 2, 3, 8))[1:]
+    ((1, 5, 6), (0, 8, 0))
+    """
+    sizes, strides = [1], [0]
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if strides[-1] == size * stride:                # where the one dim ends the next of the other begins
+            sizes[-1], strides[-1] = sizes[-1] * size, stride
+        else:
+            sizes, strides = [*sizes, size], [*strides, stride]
+    if len(sizes) > 3:
+        return leading(x.contiguous())
+    return x, (*[1] * (3 - len(sizes)), *sizes), (*[0] * (3 - len(sizes)), *strides)
+
+
 def accumulator(x: Tensor) -> torch.dtype:
     """The dtype that sums over x are made in."""
     return torch.promote_types(x.dtype, torch.float32)
