@@ -1,15 +1,15 @@
-"""Softmax of scores, scaled and masked on the way. On the CPU in plain operations: in blocks it is not faster."""
+"""Softmax of scores, scaled and masked on the way. Without a mask it is plain on the CPU: blocks are not faster."""
 import torch
 from torch import Tensor
 
 from ..op import Paths, of_kernel, op, plain_on_cpu
-from . import reference
+from . import cpu, reference
 
 kernel = lambda name: of_kernel(__package__, name)
 
 SOFTMAX = op(
-    "softmax(Tensor x, Tensor? mask, float scale) -> Tensor", reference.softmax, kernel("softmax"),
-    backward=Paths(None, kernel("softmax_backward")))
+    "softmax(Tensor x, Tensor? mask, float scale) -> Tensor", reference.softmax, kernel("softmax"), cpu.softmax,
+    backward=Paths(cpu.softmax_backward, kernel("softmax_backward")))
 
 
 def softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.) -> Tensor:
@@ -42,4 +42,4 @@ def softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.) -> Tensor:
             raise ValueError(f"softmax: mask must be bool, true where x counts, got {mask.dtype}; add a bias to x")
         if torch.broadcast_shapes(mask.shape, x.shape) != x.shape:
             raise ValueError(f"softmax: mask {tuple(mask.shape)} does not broadcast to x's shape {tuple(x.shape)}")
-    return plain_on_cpu(SOFTMAX)(x, mask, scale)
+    return (plain_on_cpu(SOFTMAX) if mask is None else SOFTMAX)(x, mask, scale)
