@@ -5,6 +5,8 @@ from .activations import geglu as geglu
 from .activations import swiglu as swiglu
 from .norms import layer_norm as layer_norm
 from .norms import rms_norm as rms_norm
+from .rope import rotary as rotary
+from .rope import rotary_table as rotary_table
 from .softmaxes import softmax as softmax
 from .xent import cross_entropy as cross_entropy
 from .xent import linear_cross_entropy as linear_cross_entropy
