@@ -3,6 +3,7 @@
 from .activations import bias_gelu as bias_gelu
 from .activations import geglu as geglu
 from .activations import swiglu as swiglu
+from .dropouts import bias_dropout_residual as bias_dropout_residual
 from .norms import layer_norm as layer_norm
 from .norms import rms_norm as rms_norm
 from .rope import rotary as rotary
