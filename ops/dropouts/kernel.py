@@ -22,9 +22,10 @@ def bias_dropout_residual(
         n = x.shape[-1]
         m, cut = x.numel() // n, patch(n)
         each = starts.numel() > m                       # a vector whose numbers are the key's rows
+        tensors = [t if t is None else t.contiguous() for t in (x, bias, residual, key, starts)]
         on(forward_kernel, x)[(triton.cdiv(m, cut.rows), triton.cdiv(n, cut.block))](
-            x.contiguous(), None if bias is None else bias.contiguous(), residual.contiguous(), key.contiguous(),
-            starts.contiguous(), y, kept.view(torch.uint8), m, n, 1 if each else m // starts.numel(), keep, EACH=each, **wide(x), **cut.options())
+            *tensors, y, kept.view(torch.uint8), m, n, 1 if each else m // starts.numel(), keep, EACH=each, **wide(x),
+            **cut.options())
     return y, kept
 
 
