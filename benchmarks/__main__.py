@@ -18,6 +18,7 @@ NAMES = {
     "depth": "how long a step takes to compile, by its number of layers",
     "xent": "head and cross entropy of a language model, without the logits: against plain PyTorch",
     "zero": "two ranks over gloo (and four): against DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed",
+    "tensor": "tensor parallelism on two ranks over gloo: against torch's parallelize_module",
     "overlap": "ZeRO-3 on two hosts joined at 1 Gbit/s: against FSDP2 (needs root)",
 }
 

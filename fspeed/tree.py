@@ -16,7 +16,7 @@ from torch import Tensor
 from fspeed.grad import in_torch_func, in_trace
 from fspeed.shard.collectives import all_gather
 from fspeed.shard.mesh import Axis
-from fspeed.shard.piece import Absent, Flat, Frozen, Piece, Tied, gather, thaw
+from fspeed.shard.piece import Absent, Flat, Frozen, Piece, Tied, gather, join_slices, thaw
 from fspeed.shard.pytree import NAMESPACE, register, tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
 
 ROOT = "root"
@@ -156,7 +156,8 @@ def cut(
     Args:
         params: a pytree of tensors and `lazy` leaves.
         is_layer, trainable: predicates on key paths, of subtrees and of leaves.
-        place: how a group comes to be stored, innermost first.
+        place: how a group comes to be stored, innermost first. A rule that goes by paths may refuse them all at once, by a
+            method `refuse_idle(paths)`.
         axes: the mesh axes that the tree is spread over.
 
     Raises:
@@ -164,6 +165,8 @@ def cut(
             of the axes have different trees or values.
     """
     _refuse_twins(params)
+    for _, rule in place:
+        getattr(rule, "refuse_idle", lambda paths: None)(tree_paths(params))
     layers = _layers(params, is_layer)
     first = {id(t): path for path, t in reversed(layers.items())}           # a layer used twice is stored once
     is_top = lambda x: id(x) in first
@@ -354,10 +357,11 @@ def whole(tree: Any) -> Any:
 
 
 def gathered(group: Group) -> Group:
-    """A stored group with its flat shards gathered, level by level."""
-    is_piece = lambda x: isinstance(x, Piece) and isinstance(x.layout, Flat)
+    """A stored group, whole: its flat shards gathered level by level, and then its slices."""
+    is_piece = lambda x: isinstance(x, Piece)
+    whole = lambda piece: gather(piece) if isinstance(piece.layout, Flat) else join_slices(piece)
     while any(map(is_piece, tree_leaves(group, is_leaf=is_piece))):
-        group = tree_map(lambda x: gather(x) if is_piece(x) else x, group, is_leaf=is_piece)
+        group = tree_map(lambda x: whole(x) if is_piece(x) else x, group, is_leaf=is_piece)
     return group
 
 

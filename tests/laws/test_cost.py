@@ -23,7 +23,7 @@ LAYERS, P = DEPTH * LAYER, DEPTH * LAYER + ROOT
 assert LAYER % (N * ALIGN) == 0 and ROOT % (N * ALIGN) == 0         # so that there is no padding
 
 
-def tanh_step(optimizer):
+def tanh_step(optimizer, depth=DEPTH):
     @fs.layer
     def block(p, x):
         return torch.tanh(x @ p["w"] + p["b"])
@@ -36,7 +36,7 @@ def tanh_step(optimizer):
 
     params = {
         "root": torch.randn(VOCAB, WIDTH),
-        "blocks": [{"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(WIDTH)} for _ in range(DEPTH)],
+        "blocks": [{"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(WIDTH)} for _ in range(depth)],
     }
     return make_step(loss, optimizer, layers="blocks/*"), params
 
@@ -53,13 +53,13 @@ def costs(stack):
     return counted.total, dict(counted.calls), counted.gathered / 4, stored_bytes((state.params, state.opt_state)) / 4
 
 
-def peak(stack):
-    """The most elements alive at once in a step, beyond the state; the least of three, as gloo lets go a moment after its wait."""
-    step, params = tanh_step(optim.adamw(1e-3))
+def peak(stack, depth=DEPTH):
+    """The most elements alive at once in a step, beyond the state; the least of six, as gloo lets go a moment after its wait."""
+    step, params = tanh_step(optim.adamw(1e-3), depth)
     step = stacked(step, stack, mesh(data=N) if set(stack) & set(PLACEMENTS) else None)
     tokens = torch.arange(M)
     box = [step(step.init(params), tokens)[0]]
-    return min(allocated_peak(lambda: box.append(step(box.pop(), tokens)[0])) for _ in range(3)) / 4
+    return min(allocated_peak(lambda: box.append(step(box.pop(), tokens)[0])) for _ in range(6)) / 4
 
 
 def orders(placement, others=("accumulate", "checkpoint", "bf16", "skip_nonfinite")):
@@ -118,7 +118,8 @@ def test_peak_beside_the_state(placement, most):
 
 
 def test_stage_3_costs_less_memory_than_2_and_2_than_1():
-    peaks = [ranks(N)(peak, (p, "donate"))[0] for p in ("zero1", "zero2", "zero3")]
+    """So deep that layers which gloo lets go late, on a busy machine, are less than a stage saves."""
+    peaks = [ranks(N)(peak, (p, "donate"), 20)[0] for p in ("zero1", "zero2", "zero3")]
     assert peaks[0] > peaks[1] > peaks[2], peaks
 
 
