@@ -2,7 +2,7 @@
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ class Compiled(NamedTuple):
 
 def compiled(
     kernel: Any, signature: dict[str, str], constants: dict[str, Any], target: str = "sm_90",
-    num_warps: int = 4, num_stages: int = 3, sixteens: Collection[str] = (),
+    num_warps: int = 4, num_stages: int = 3, divisible: Sequence[str] = (),
 ) -> Compiled:
     """Compile a kernel for a target, with all pointers aligned to 16 bytes.
 
@@ -31,7 +31,7 @@ def compiled(
         constants: its constexpr arguments, by name.
         target: a name in TARGETS.
         num_warps, num_stages: as a launch takes them.
-        sixteens: the integers, by name, that are multiples of 16.
+        divisible: integer arguments that are multiples of 16, as a launch finds out by itself.
 
     Raises:
         whatever Triton raises for a kernel that does not compile.
@@ -43,7 +43,7 @@ def compiled(
         kernel = kernel.fn
     types = {name: "constexpr" if name in constants else signature[name] for name in kernel.arg_names}
     aligned: Any = {(i,): [["tt.divisibility", 16]] for i, (name, kind) in enumerate(types.items())
-                    if kind.startswith("*") or name in sixteens}
+                    if kind.startswith("*") or name in divisible}
     backend, arch, warp = TARGETS[target]
     made = triton.compile(
         ASTSource(kernel, types, constants, aligned), target=GPUTarget(backend, arch, warp),

@@ -35,14 +35,14 @@ class Op:
 
 @dataclass(frozen=True)
 class Paths:
-    """A function's implementations, on the CPU and on a GPU."""
-    cpu: Function
+    """A function's implementations: on the CPU (the reference, if None) and on a GPU."""
+    cpu: Function | None
     cuda: Function
 
 
 def op(
     schema: str, reference: Function, cuda: Function, cpu: Function | None = None, *, backward: Paths | None = None,
-    fake: Function | None = None, vmap: Function | None = None, saves: int = 0,
+    fake: Function | None = None, vmap: Function | None = None, saves: int = 0, alike: dict[int, int | None] | None = None,
 ) -> Op:
     """A function on tensors with a kernel for GPUs, a path for CPUs and a plain reference, differentiable to any order.
 
@@ -57,6 +57,8 @@ def op(
         fake: the shapes of the result, on fake tensors; by default what the reference says.
         vmap: `(info, in_dims, *args) -> (out, out_dims)`, as `torch.autograd.Function` takes it; by default the reference, batched.
         saves: how many of the last outputs are there for `backward` alone: they have no gradient.
+        alike: inputs whose gradient is one that is there already, which `backward` leaves out: `{i: k}`, input i's is input k's, or
+            `{i: ~j}`, it is output j's (an operator of PyTorch would have to return a copy); or `{i: None}`, input i is a constant.
 
     Returns:
         A function of positional arguments.
@@ -67,7 +69,8 @@ def op(
     """
     name = schema.partition("(")[0]
     raw = register(schema, cpu or reference, cuda, fake or reference)
-    pull = _backward_op(name, reference, raw, saves, backward)
+    alike = alike or {}
+    pull = _backward_op(name, reference, raw, saves, alike, backward)
 
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         results = output if isinstance(output, tuple) else (output,)
@@ -81,10 +84,11 @@ def op(
         if all(g is None for g in grads[: ctx.shown]):
             return (None,) * len(inputs)
         filled = [torch.zeros_like(o) if g is None else g for g, o in zip(grads, outputs[: ctx.shown], strict=False)]
-        wanted = differentiable(inputs)
         out: list[Any] = [None] * len(inputs)
-        for i, g in zip(wanted, pull(*filled, *outputs, *inputs), strict=True):
+        for i, g in zip(distinct(inputs, alike), pull(*filled, *outputs, *inputs), strict=True):
             out[i] = g
+        for i, k in alike.items():
+            out[i] = None if k is None else out[k] if k >= 0 else filled[~k]
         return tuple(out)
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -97,7 +101,7 @@ def op(
     return Op(name, reference, cpu or reference, cuda, call, pull)
 
 
-def _backward_op(name: str, reference: Function, raw: Any, saves: int, paths: Paths | None) -> Op:
+def _backward_op(name: str, reference: Function, raw: Any, saves: int, alike: dict[int, int | None], paths: Paths | None) -> Op:
     """The backward as an op of (*grads, *outputs, *inputs), whose own derivatives are those of the reference's."""
     results = len(raw._schema.returns)
     shown = results - saves
@@ -107,13 +111,15 @@ def _backward_op(name: str, reference: Function, raw: Any, saves: int, paths: Pa
 
     def plain(*args: Any) -> list[Tensor]:
         grads, inputs, _ = split(args)
-        return reference_backward(reference, grads, inputs, shown)
+        return reference_backward(reference, grads, inputs, shown, alike)
 
     def fake(*args: Any) -> list[Tensor]:
         _, inputs, _ = split(args)
-        return [torch.empty_like(inputs[i], memory_format=torch.contiguous_format) for i in differentiable(inputs)]
+        return [torch.empty_like(inputs[i], memory_format=torch.contiguous_format) for i in distinct(inputs, alike)]
 
-    path = lambda function: lambda *args: list(function(*split(args)))
+    def path(function: Function | None) -> Function:
+        return plain if function is None else lambda *args: list(function(*split(args)))
+
     cpu, cuda = (path(paths.cpu), path(paths.cuda)) if paths else (plain, plain)
     raw_backward = register(f"{name}_backward({', '.join(declared)}) -> Tensor[]", cpu, cuda, fake) if paths else plain
 
@@ -146,6 +152,17 @@ def _backward_op(name: str, reference: Function, raw: Any, saves: int, paths: Pa
     forward = lambda *args: tuple(raw_backward(*args))
     call = function(f"{name}_backward", forward, setup_context, backward, jvp, batches(lambda *a: tuple(plain(*a))))
     return Op(f"{name}_backward", plain, cpu, cuda, call)
+
+
+def plain_on_cpu(op: Op) -> Function:
+    """The op; but on the CPU its reference as it stands: for ops that no path of their own makes faster there.
+
+    Autograd then keeps what it likes, and a compiler fuses the operations with what is around them.
+    """
+    def call(*args: Any) -> Any:
+        return op(*args) if args[0].device.type != "cpu" or interpreting() else op.reference(*args)
+
+    return call
 
 
 def of_kernel(package: str, name: str) -> Function:
@@ -221,6 +238,11 @@ def differentiable(inputs: Sequence[Any]) -> list[int]:
     return [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
+def distinct(inputs: Sequence[Any], alike: dict[int, int | None]) -> list[int]:
+    """Which inputs have a gradient of their own."""
+    return [i for i in differentiable(inputs) if i not in alike]
+
+
 def remember(ctx: Any, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> None:
     """Keep inputs and outputs for `recall`."""
     tensors = [x for x in (*inputs, *outputs) if isinstance(x, Tensor)]
@@ -245,9 +267,11 @@ def shown_of(reference: Function, shown: int | None) -> Function:
     return of
 
 
-def reference_backward(reference: Function, grads: Sequence[Tensor], inputs: Sequence[Any], shown: int) -> list[Tensor]:
+def reference_backward(
+    reference: Function, grads: Sequence[Tensor], inputs: Sequence[Any], shown: int, alike: dict[int, int | None],
+) -> list[Tensor]:
     """The gradients of the inputs, from the reference's vjp."""
-    wanted = differentiable(inputs)
+    wanted = distinct(inputs, alike)
 
     def of(*xs: Tensor) -> tuple[Tensor, ...]:
         full = list(inputs)

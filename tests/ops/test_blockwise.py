@@ -121,6 +121,6 @@ def test_no_spills_and_wide_loads(configuration, target):
         "ends": "*i64", "start": "i64", "n": "i64", "last": "i32", **CONFIGURATIONS[configuration]}
     constants = {"BLOCK": reference.BLOCK, "ROWS": rows(target == "gfx942", reference.BLOCK)}
     constants |= {name: None for name in ("copy", "key") if name not in types}
-    found = aot.compiled(kernel.adamw8bit_kernel, types, constants, target, sixteens=("n",), **CONFIG)
+    found = aot.compiled(kernel.adamw8bit_kernel, types, constants, target, divisible=("n",), **CONFIG)
     assert found.spills == 0, found
     assert found.wide_loads >= 4, found

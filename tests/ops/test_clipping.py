@@ -65,7 +65,7 @@ def test_a_gradient_goes_through_and_nothing_is_an_error():
 def test_no_spills_and_wide_loads(dtype, target):
     signature = {"x": f"*{dtype}", "sums": "*fp32", "n": "i64", "programs": "i32", "out": "*fp32"}
     block = 4 * elements(target == "gfx942")
-    made = aot.compiled(kernel.sum_of_squares_kernel, signature, {"BLOCK": block}, target, sixteens=("n",), **kernel.CONFIG)
+    made = aot.compiled(kernel.sum_of_squares_kernel, signature, {"BLOCK": block}, target, divisible=("n",), **kernel.CONFIG)
     assert made.spills == 0, made
     assert made.wide_loads >= 4, made
     total = aot.compiled(kernel.sum_kernel, {**signature, "n": "i32"}, {"BLOCK": kernel.PROGRAMS}, target, **kernel.CONFIG)

@@ -158,6 +158,6 @@ def test_no_spills_and_wide_loads(configuration, target):
     given = INTEGERS | given | {"ROWS": kernel.rows(target == "gfx942", given["BLOCK"])}
     types = {name: value for name, value in given.items() if isinstance(value, str)}
     constants = {name: value for name, value in given.items() if name in made.arg_names and name not in types}
-    found = aot.compiled(made, types, constants, target, sixteens=("n", "bytes_", "blocks"), **kernel.CONFIG)
+    found = aot.compiled(made, types, constants, target, divisible=("n", "bytes_", "blocks"), **kernel.CONFIG)
     assert found.spills == 0, found
     assert found.wide_loads >= wide, found

@@ -122,7 +122,7 @@ def test_no_spills_and_wide_loads(name, configuration, target):
     constants = {"BLOCK": elements(target == "gfx942"), "MANY": 1024} | {
         k: v for k, v in CONFIGURATIONS[configuration].items() if not v}
     constants = {k: v for k, v in constants.items() if k in made.arg_names}
-    found = aot.compiled(made, given, constants, target, sixteens=("n",), **kernel.CONFIG)
+    found = aot.compiled(made, given, constants, target, divisible=("n",), **kernel.CONFIG)
     assert found.spills == 0, found
     if name != "total":
         assert found.wide_loads >= {"moments": 4, "step": 3}[name], found

@@ -19,7 +19,7 @@ def compiled(name, target, types=None, **given):
     constants = {"copy": None, "key": None,
                  "BLOCK": kernel.elements(target == "gfx942")} | ({"NESTEROV": True} if name == "sgd" else {}) | given
     constants = {k: v for k, v in constants.items() if k not in (types or {})}
-    return aot.compiled(kernel_, kinds | (types or {}), constants, target, sixteens=("n",), **kernel.CONFIG)
+    return aot.compiled(kernel_, kinds | (types or {}), constants, target, divisible=("n",), **kernel.CONFIG)
 
 
 CONFIGURATIONS = {
