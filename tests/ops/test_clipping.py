@@ -28,9 +28,10 @@ def test_the_norm_and_the_clip_are_torchs(sizes, dtype, scale, max_norm):
         with within():
             by, norm, finite = unscale_clip(*gs, scale=scale, max_norm=max_norm)
         assert finite
-        torch.testing.assert_close(norm, torch.linalg.vector_norm(torch.cat(wide)), rtol=1e-6, atol=0)
+        exact = torch.linalg.vector_norm(torch.cat(wide).double()).float()
+        torch.testing.assert_close(norm, exact, rtol=3e-6, atol=0)      # a float32 sum of 20,000 squares: some tens of roundings
         want = optim.clip_by_global_norm(max_norm).update(wide, ())[0]
-        torch.testing.assert_close([g.float() * by for g in gs], want, rtol=2e-6, atol=0)
+        torch.testing.assert_close([g.float() * by for g in gs], want, rtol=5e-6, atol=0)
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
