@@ -19,6 +19,7 @@ NAMES = {
     "xent": "head and cross entropy of a language model, without the logits: against plain PyTorch",
     "zero": "two ranks over gloo (and four): against DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed",
     "pipeline": "1F1B on two and four ranks over gloo: against torch.distributed.pipelining",
+    "tensor": "tensor parallelism on two ranks over gloo: against torch's parallelize_module",
     "overlap": "ZeRO-3 on two hosts joined at 1 Gbit/s: against FSDP2 (needs root)",
 }
 

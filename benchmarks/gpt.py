@@ -89,21 +89,25 @@ def loss(size: Size):
     norm = lambda p, x: F.layer_norm(x, (size.d,), p["weight"], p["bias"])
     layer_of = fs.layer(block(size))
 
+    @fs.layer
+    def head(p, x):
+        return F.linear(x, p["weight"])
+
     def run(p, batch, key):
         tokens, targets = batch
         x = F.embedding(tokens, p["tok"]["weight"]) + p["pos"]["weight"]
         for layer in p["blocks"]:
             x = layer_of(layer, x)
-        logits = F.linear(norm(p["ln"], x), p["head"]["weight"])
+        logits = head(p["head"], norm(p["ln"], x))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     return run
 
 
-def step(size: Size) -> fs.Step:
+def step(size: Size, layers: str | tuple[str, ...] = "blocks/*") -> fs.Step:
     """The bare step, with the peers' optimizer."""
     (b1, b2), rest = ADAMW["betas"], {k: v for k, v in ADAMW.items() if k not in ("lr", "betas")}
-    return fs.step(loss(size), fs.optim.adamw(ADAMW["lr"], b1=b1, b2=b2, **rest), layers="blocks/*")
+    return fs.step(loss(size), fs.optim.adamw(ADAMW["lr"], b1=b1, b2=b2, **rest), layers=layers)
 
 
 def batch(size: Size, number: int, rank: int = 0) -> tuple[Tensor, Tensor]:

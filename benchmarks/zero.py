@@ -78,14 +78,14 @@ def zero_redundancy(size: gpt.Size, rank: int):
     return by_backward(model, optimizer, size, rank)
 
 
-def fsdp2(size: gpt.Size, rank: int, low: bool = False):
-    """ZeRO-3; `low`: it gathers, computes and reduces in bfloat16."""
+def fsdp2(size: gpt.Size, rank: int, low: bool = False, head: bool = False):
+    """ZeRO-3; `low`: it gathers, computes and reduces in bfloat16; `head`: the output layer is a unit too."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model, mesh = gpt.module(size), init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16) if low else MixedPrecisionPolicy()
-    for block in model.blocks:
+    for block in (*model.blocks, *([model.head] if head else [])):
         fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     return by_backward(model, torch.optim.AdamW(model.parameters(), fused=True, **gpt.ADAMW), size, rank)
@@ -165,8 +165,8 @@ def elements_sent(step, size: gpt.Size) -> int:
 def formula(name: str, size: gpt.Size) -> float:
     """Elements that a rank sends a step."""
     model, n = gpt.module(size), dist.get_world_size()
-    layers, everything = (sum(p.numel() for p in m.parameters()) for m in (model.blocks, model))
-    return (n - 1) / n * (3 * layers + 2 * (everything - layers) if name == "fspeed zero 3" else 2 * everything)
+    layers, last, everything = (sum(p.numel() for p in m.parameters()) for m in (model.blocks, model.blocks[-1], model))
+    return (n - 1) / n * (2 * everything + layers - last if name == "fspeed zero 3" else 2 * everything)
 
 
 def timed_with_deepspeed(rounds: str, seconds: str, stage: str):

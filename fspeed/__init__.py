@@ -25,12 +25,15 @@ from fspeed.transforms.checkpoint import checkpoint as checkpoint
 from fspeed.transforms.checkpoint import remat as remat
 from fspeed.transforms.data_parallel import data_parallel as data_parallel
 from fspeed.transforms.donate import donate as donate
+from fspeed.transforms.expert_shard import expert_shard as expert_shard
 from fspeed.transforms.jit import compilations as compilations
 from fspeed.transforms.jit import jit as jit
 from fspeed.transforms.mixed_precision import LossScaling as LossScaling
 from fspeed.transforms.mixed_precision import mixed_precision as mixed_precision
 from fspeed.transforms.pipeline import pipeline as pipeline
+from fspeed.transforms.sequence_shard import sequence_shard as sequence_shard
 from fspeed.transforms.skip_nonfinite import skip_nonfinite as skip_nonfinite
+from fspeed.transforms.tensor_shard import tensor_shard as tensor_shard
 from fspeed.transforms.zero_shard import zero_shard as zero_shard
 from fspeed.tree import lazy as lazy
 from fspeed.tree import whole as whole

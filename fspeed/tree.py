@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from fspeed.grad import in_torch_func, in_trace
+from fspeed.ops.sparse.layout import Blocks, Layout
 from fspeed.shard.collectives import all_gather
 from fspeed.shard.mesh import Axis
 from fspeed.shard.messages import receive, send_all
-from fspeed.shard.piece import Absent, Flat, Frozen, Piece, Stage, Tied, gather, thaw
+from fspeed.shard.piece import Absent, Flat, Frozen, Piece, Stage, Tied, gather, join_slices, thaw
 from fspeed.shard.pytree import NAMESPACE, register, tree_flatten, tree_leaves, tree_map, tree_paths, tree_unflatten
 
 ROOT = "root"
@@ -158,6 +159,8 @@ class Groups:
 
 
 register(Groups, ("stored",), ("names", "skeleton", "axes", "placed"))
+register(Blocks, ("start", "full", "index", "mask"))
+register(Layout, ("rows", "columns", "masks"), ("block", "heads", "lengths"))
 
 
 def cut(
@@ -169,7 +172,8 @@ def cut(
     Args:
         params: a pytree of tensors and `lazy` leaves.
         is_layer, trainable: predicates on key paths, of subtrees and of leaves.
-        place: how a group comes to be stored, innermost first.
+        place: how a group comes to be stored, innermost first. A rule that goes by paths may refuse them all at once, by a
+            method `refuse_idle(paths)`.
         axes: the mesh axes that the tree is spread over.
 
     Raises:
@@ -177,6 +181,8 @@ def cut(
             of the axes have different trees or values.
     """
     _refuse_twins(params)
+    for _, rule in place:
+        getattr(rule, "refuse_idle", lambda paths: None)(tree_paths(params))
     layers = _layers(params, is_layer)
     first = {id(t): path for path, t in reversed(layers.items())}           # a layer used twice is stored once
     is_top = lambda x: id(x) in first
@@ -375,11 +381,16 @@ def whole(tree: Any) -> Any:
 
 
 def gathered(group: Group) -> Group:
-    """A stored group with its flat shards gathered, level by level."""
-    is_piece = lambda x: isinstance(x, Piece) and isinstance(x.layout, Flat)
-    while any(map(is_piece, tree_leaves(group, is_leaf=is_piece))):
-        group = tree_map(lambda x: gather(x) if is_piece(x) else x, group, is_leaf=is_piece)
+    """A stored group, whole where it is: its flat shards gathered level by level, and then its slices."""
+    whole = lambda piece: gather(piece) if isinstance(piece.layout, Flat) else join_slices(piece)
+    while any(map(in_parts, tree_leaves(group, is_leaf=in_parts))):
+        group = tree_map(lambda x: whole(x) if in_parts(x) else x, group, is_leaf=in_parts)
     return group
+
+
+def in_parts(x: Any) -> bool:
+    """Whether x is this rank's part of something: a flat shard or a slice, and not what a stage has whole."""
+    return isinstance(x, Piece) and not isinstance(x.layout, Stage)
 
 
 def everywhere(group: Group) -> Group:

@@ -1,5 +1,33 @@
 """Ops: each a folder with a plain reference, a CPU path and a Triton kernel."""
 
+from .activations import bias_gelu as bias_gelu
+from .activations import geglu as geglu
+from .activations import swiglu as swiglu
+from .blockwise import adamw8bit as adamw8bit
+from .blockwise import adamw8bit_ as adamw8bit_
+from .blockwise import moments8bit as moments8bit
+from .clipping import unscale_clip as unscale_clip
+from .compress import dequantise as dequantise
+from .compress import quantise as quantise
+from .compress import sign_pack as sign_pack
+from .compress import sign_unpack as sign_unpack
+from .dropouts import bias_dropout_residual as bias_dropout_residual
+from .layerwise import lamb as lamb
+from .layerwise import lamb_ as lamb_
+from .newton import newton_schulz as newton_schulz
+from .norms import layer_norm as layer_norm
+from .norms import rms_norm as rms_norm
+from .optimizers import adamw as adamw
+from .optimizers import adamw_ as adamw_
+from .optimizers import lion as lion
+from .optimizers import lion_ as lion_
+from .optimizers import sgd_momentum as sgd_momentum
+from .optimizers import sgd_momentum_ as sgd_momentum_
+from .rope import rotary as rotary
+from .rope import rotary_table as rotary_table
+from .softmaxes import softmax as softmax
+from .sparse import Layout as Layout
+from .sparse import sparse_attention as sparse_attention
 from .xent import cross_entropy as cross_entropy
 from .xent import linear_cross_entropy as linear_cross_entropy
 from .xent import linear_cross_entropy_sum as linear_cross_entropy_sum

@@ -2,6 +2,7 @@
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ class Compiled(NamedTuple):
 
 def compiled(
     kernel: Any, signature: dict[str, str], constants: dict[str, Any], target: str = "sm_90",
-    num_warps: int = 4, num_stages: int = 3,
+    num_warps: int = 4, num_stages: int = 3, divisible: Sequence[str] = (),
 ) -> Compiled:
     """Compile a kernel for a target, with all pointers aligned to 16 bytes.
 
@@ -30,6 +31,7 @@ def compiled(
         constants: its constexpr arguments, by name.
         target: a name in TARGETS.
         num_warps, num_stages: as a launch takes them.
+        divisible: integer arguments that are multiples of 16, as a launch finds out by itself.
 
     Raises:
         whatever Triton raises for a kernel that does not compile.
@@ -40,11 +42,12 @@ def compiled(
     while hasattr(kernel, "fn") and hasattr(kernel.fn, "arg_names"):
         kernel = kernel.fn
     types = {name: "constexpr" if name in constants else signature[name] for name in kernel.arg_names}
-    aligned: Any = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind.startswith("*")}
+    aligned: Any = {(i,): [["tt.divisibility", 16]] for i, (name, kind) in enumerate(types.items())
+                    if kind.startswith("*") or name in divisible}
     backend, arch, warp = TARGETS[target]
     made = triton.compile(
         ASTSource(kernel, types, constants, aligned), target=GPUTarget(backend, arch, warp),
-        options=dict(num_warps=num_warps, num_stages=num_stages))
+        options=dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True))
     return (_nvidia if backend == "cuda" else _amd)(made)
 
 
@@ -56,9 +59,11 @@ def _nvidia(made: Any) -> Compiled:
     registers = re.search(r"Used (\d+) registers", log)
     if not (spills and registers):
         raise RuntimeError(f"ptxas said nothing of registers and spills: {log[-500:]}")
+    count = lambda pattern: len(re.findall(pattern, sass))
     return Compiled(
-        int(registers[1]), int(spills[1]) + int(spills[2]), made.metadata.shared, len(re.findall(r"\bLDG", sass)),
-        len(re.findall(r"LDG\.E[^;]*\.128", sass)), "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else "")
+        int(registers[1]), int(spills[1]) + int(spills[2]), made.metadata.shared,
+        count(r"\bLDG"), count(r"LDG(?:STS)?\.E[^;]*\.128"),          # STS: copied to shared memory
+        "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else "")
 
 
 def _amd(made: Any) -> Compiled:

@@ -35,14 +35,15 @@ class Op:
 
 @dataclass(frozen=True)
 class Paths:
-    """A function's implementations: on the CPU (the reference, if None) and on a GPU."""
+    """A function's implementations: on the CPU (the reference, if None), on a GPU, and its vmap rule (the reference's, if None)."""
     cpu: Function | None
     cuda: Function
+    vmap: Function | None = None
 
 
 def op(
     schema: str, reference: Function, cuda: Function, cpu: Function | None = None, *, backward: Paths | None = None,
-    fake: Function | None = None, vmap: Function | None = None, saves: int = 0,
+    fake: Function | None = None, vmap: Function | None = None, saves: int = 0, alike: dict[int, int | None] | None = None,
 ) -> Op:
     """A function on tensors with a kernel for GPUs, a path for CPUs and a plain reference, differentiable to any order.
 
@@ -53,10 +54,12 @@ def op(
         cuda, cpu: the same function on tensors of one device, without derivatives. They return new contiguous tensors, and get
             tensors as they are: strided, or empty. `cpu` is the reference if None.
         backward: `(grads, inputs, outputs) -> grads of the inputs` on each device, a tensor for each input that is a floating-point
-            tensor, in their order. The reference's own if None. `grads` are of the outputs that are not saved.
+            tensor, in their order. `grads` are of the outputs that are not saved. If None, the reference's, in plain operations.
         fake: the shapes of the result, on fake tensors; by default what the reference says.
         vmap: `(info, in_dims, *args) -> (out, out_dims)`, as `torch.autograd.Function` takes it; by default the reference, batched.
         saves: how many of the last outputs are there for `backward` alone: they have no gradient.
+        alike: inputs whose gradient is one that is there already, which `backward` leaves out: `{i: k}`, input i's is input k's, or
+            `{i: ~j}`, it is output j's (an operator of PyTorch would have to return a copy); or `{i: None}`, input i is a constant.
 
     Returns:
         A function of positional arguments.
@@ -67,7 +70,8 @@ def op(
     """
     name = schema.partition("(")[0]
     raw = register(schema, cpu or reference, cuda, fake or reference)
-    pull = _backward_op(name, reference, raw, saves, backward) if backward else None
+    alike = alike or {}
+    pull = _backward_op(name, reference, raw, saves, alike, backward)
 
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         results = output if isinstance(output, tuple) else (output,)
@@ -81,21 +85,24 @@ def op(
         if all(g is None for g in grads[: ctx.shown]):
             return (None,) * len(inputs)
         filled = [torch.zeros_like(o) if g is None else g for g, o in zip(grads, outputs[: ctx.shown], strict=False)]
-        wanted = differentiable(inputs)
-        found = pull(*filled, *outputs, *inputs) if pull else reference_backward(reference, filled, inputs, ctx.shown)
         out: list[Any] = [None] * len(inputs)
-        for i, g in zip(wanted, found if isinstance(found, (tuple, list)) else (found,), strict=True):
+        for i, g in zip(distinct(inputs, alike), pull(*filled, *outputs, *inputs), strict=True):
             out[i] = g
+        for i, k in alike.items():
+            out[i] = None if k is None else out[k] if k >= 0 else filled[~k]
         return tuple(out)
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return reference_jvp(reference, *recall(ctx), tangents, ctx.shown)
+        inputs, outputs = recall(ctx)
+        found = iter(reference_jvp(reference, inputs, tangents, ctx.shown))
+        moved = [next(found) if i < ctx.shown and y.is_floating_point() else None for i, y in enumerate(outputs)]
+        return tuple(moved) if len(moved) > 1 else moved[0]
 
     call = function(name, raw, setup_context, backward_, jvp, vmap or batches(reference))
     return Op(name, reference, cpu or reference, cuda, call, pull)
 
 
-def _backward_op(name: str, reference: Function, raw: Any, saves: int, paths: Paths) -> Op:
+def _backward_op(name: str, reference: Function, raw: Any, saves: int, alike: dict[int, int | None], paths: Paths | None) -> Op:
     """The backward as an op of (*grads, *outputs, *inputs), whose own derivatives are those of the reference's."""
     results = len(raw._schema.returns)
     shown = results - saves
@@ -105,18 +112,17 @@ def _backward_op(name: str, reference: Function, raw: Any, saves: int, paths: Pa
 
     def plain(*args: Any) -> list[Tensor]:
         grads, inputs, _ = split(args)
-        return reference_backward(reference, grads, inputs, shown)
+        return reference_backward(reference, grads, inputs, shown, alike)
 
     def fake(*args: Any) -> list[Tensor]:
         _, inputs, _ = split(args)
-        return [torch.empty_like(inputs[i], memory_format=torch.contiguous_format) for i in differentiable(inputs)]
+        return [torch.empty_like(inputs[i], memory_format=torch.contiguous_format) for i in distinct(inputs, alike)]
 
     def path(function: Function | None) -> Function:
-        if function is None:
-            return plain
-        return lambda *args: list(function(*split(args)))
+        return plain if function is None else lambda *args: list(function(*split(args)))
 
-    raw_backward = register(f"{name}_backward({', '.join(declared)}) -> Tensor[]", path(paths.cpu), path(paths.cuda), fake)
+    cpu, cuda = (path(paths.cpu), path(paths.cuda)) if paths else (plain, plain)
+    raw_backward = register(f"{name}_backward({', '.join(declared)}) -> Tensor[]", cpu, cuda, fake) if paths else plain
 
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         remember(ctx, inputs, ())
@@ -126,7 +132,7 @@ def _backward_op(name: str, reference: Function, raw: Any, saves: int, paths: Pa
         args, _ = recall(ctx)
         if all(g is None for g in grads):
             return (None,) * len(args)
-        at = [*range(shown), *[shown + results + i for i in differentiable(split(args)[1])]]
+        at = [i for i in differentiable(args) if not shown <= i < shown + results]
 
         def of(*xs: Tensor) -> list[Tensor]:
             full = list(args)
@@ -142,11 +148,23 @@ def _backward_op(name: str, reference: Function, raw: Any, saves: int, paths: Pa
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
         args, _ = recall(ctx)
-        return reference_jvp(lambda *a: tuple(plain(*a)), args, (), tangents, None)
+        return reference_jvp(lambda *a: tuple(plain(*a)), args, tangents, None)
 
     forward = lambda *args: tuple(raw_backward(*args))
-    call = function(f"{name}_backward", forward, setup_context, backward, jvp, batches(lambda *a: tuple(plain(*a))))
-    return Op(f"{name}_backward", plain, path(paths.cpu), path(paths.cuda), call)
+    vmap = paths.vmap if paths and paths.vmap else batches(lambda *a: tuple(plain(*a)))
+    call = function(f"{name}_backward", forward, setup_context, backward, jvp, vmap)
+    return Op(f"{name}_backward", plain, cpu, cuda, call)
+
+
+def plain_on_cpu(op: Op) -> Function:
+    """The op; but on the CPU its reference as it stands: for ops that no path of their own makes faster there.
+
+    Autograd then keeps what it likes, and a compiler fuses the operations with what is around them.
+    """
+    def call(*args: Any) -> Any:
+        return op(*args) if args[0].device.type != "cpu" or interpreting() else op.reference(*args)
+
+    return call
 
 
 def of_kernel(package: str, name: str) -> Function:
@@ -154,7 +172,7 @@ def of_kernel(package: str, name: str) -> Function:
 
         cuda=of_kernel(__package__, "forward")
     """
-    return lambda *args: getattr(importlib.import_module(".kernel", package), name)(*args)
+    return lambda *args, **named: getattr(importlib.import_module(".kernel", package), name)(*args, **named)
 
 
 def register(schema: str, cpu: Function, cuda: Function, fake: Function) -> Any:
@@ -222,6 +240,11 @@ def differentiable(inputs: Sequence[Any]) -> list[int]:
     return [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
+def distinct(inputs: Sequence[Any], alike: dict[int, int | None]) -> list[int]:
+    """Which inputs have a gradient of their own."""
+    return [i for i in differentiable(inputs) if i not in alike]
+
+
 def remember(ctx: Any, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> None:
     """Keep inputs and outputs for `recall`."""
     tensors = [x for x in (*inputs, *outputs) if isinstance(x, Tensor)]
@@ -237,17 +260,20 @@ def recall(ctx: Any) -> tuple[list[Any], list[Tensor]]:
 
 
 def shown_of(reference: Function, shown: int | None) -> Function:
-    """The reference without what is only saved."""
+    """The reference's results that have derivatives: in floating point, and not only saved."""
     def of(*args: Any) -> tuple[Tensor, ...]:
         out = reference(*args)
-        return tuple(out)[:shown] if isinstance(out, (tuple, list)) else (out,)
+        out = tuple(out)[:shown] if isinstance(out, (tuple, list)) else (out,)
+        return tuple(y for y in out if y.is_floating_point())
 
     return of
 
 
-def reference_backward(reference: Function, grads: Sequence[Tensor], inputs: Sequence[Any], shown: int) -> list[Tensor]:
+def reference_backward(
+    reference: Function, grads: Sequence[Tensor], inputs: Sequence[Any], shown: int, alike: dict[int, int | None],
+) -> list[Tensor]:
     """The gradients of the inputs, from the reference's vjp."""
-    wanted = differentiable(inputs)
+    wanted = distinct(inputs, alike)
 
     def of(*xs: Tensor) -> tuple[Tensor, ...]:
         full = list(inputs)
@@ -255,13 +281,11 @@ def reference_backward(reference: Function, grads: Sequence[Tensor], inputs: Seq
             full[i] = x
         return shown_of(reference, shown)(*full)
 
-    return list(torch.func.vjp(of, *[inputs[i] for i in wanted])[1](tuple(grads)))
+    return list(torch.func.vjp(of, *[inputs[i] for i in wanted])[1](tuple(g for g in grads if g.is_floating_point())))
 
 
-def reference_jvp(
-    reference: Function, inputs: Sequence[Any], outputs: Sequence[Tensor], tangents: Sequence[Any], shown: int | None,
-) -> Any:
-    """The tangents of the outputs, from the reference's jvp."""
+def reference_jvp(reference: Function, inputs: Sequence[Any], tangents: Sequence[Any], shown: int | None) -> tuple[Tensor, ...]:
+    """The tangents of the results that have derivatives, from the reference's jvp."""
     moving = [i for i in differentiable(inputs) if tangents[i] is not None]
 
     def of(*xs: Tensor) -> tuple[Tensor, ...]:
@@ -270,6 +294,4 @@ def reference_jvp(
             full[i] = x
         return shown_of(reference, shown)(*full)
 
-    found = torch.func.jvp(of, tuple(inputs[i] for i in moving), tuple(tangents[i] for i in moving))[1]
-    hidden = [None] * (len(outputs) - len(found))
-    return (*found, *hidden) if len(found) + len(hidden) > 1 else found[0]
+    return torch.func.jvp(of, tuple(inputs[i] for i in moving), tuple(tangents[i] for i in moving))[1]

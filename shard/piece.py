@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .collectives import all_gather, reduce_scatter
 from .mesh import Axis
-from .pytree import VIEWS, register, tree_flatten, tree_leaves, tree_structure, tree_unflatten
+from .pytree import VIEWS, register, tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
 from .wire import start_all_gather, start_reduce_scatter
 
 Start = Callable[[Tensor, Axis], Callable[[], Tensor]]      # starts a collective; what it returns waits for the result
@@ -252,6 +252,21 @@ def unpack(buffers: Iterable[Any], layout: Flat) -> Any:
         views: list[Any] = [x.view(s) for x, s in zip(leaves, shapes, strict=True)]
         split.append(iter([Frozen(x) for x in views] if bucket.frozen else views))
     return tree_unflatten(layout.spec, [next(split[at]) for at in layout.place])
+
+
+def cut_slice(value: Any, axis: Axis, dim: int) -> Piece:
+    """This rank's slice of a leaf, or of what is kept of it, along a dim that the axis divides.
+
+    >>> from fspeed.shard.mesh import mesh
+    >>> cut_slice(torch.ones(2, 3), mesh(data=1).axis("data"), 1).value.shape
+    torch.Size([2, 3])
+    """
+    return Piece(tree_map(lambda x: x.chunk(axis.size, dim)[axis.rank].clone(), value), axis, 1, dim)
+
+
+def join_slices(piece: Piece) -> Any:
+    """The leaf, or what is kept of it, of which `piece` is a slice, on every rank; one all-gather a slice."""
+    return tree_map(lambda x: all_gather(x, piece.axis, dim=piece.layout), piece.value)
 
 
 def gather(piece: Piece) -> Any:

@@ -61,6 +61,14 @@ def test_custom_transform_is_proved_and_of_use() -> None:
     assert average < params
 
 
+def test_custom_op_is_proved_and_learns() -> None:
+    pytest.importorskip("triton")
+    printed = python("-W", "error", "-W", "ignore::DeprecationWarning", "examples/custom_op.py")
+    assert "second derivatives tensor([ 0.0000" in printed.replace("-0.", " 0.") and "torch.Size([64, 8])" in printed
+    first, *_, last = losses(printed)
+    assert last < first / 20
+
+
 def test_train_gpt_begins_at_chance_and_learns(one) -> None:
     run, _ = one
     assert len(run["losses"]) == STEPS

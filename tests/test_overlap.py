@@ -70,9 +70,9 @@ def order_of_events(stack, evaluate=False):
     return events
 
 
-FORWARD = """gather 9.. ..gather 9 gather 1..
+FORWARD = """gather 9.. gather 1.. ..gather 9
     ..gather 1 gather 2.. forward 1   ..gather 2 gather 3.. forward 2"""
-BACKWARD = """backward 3 ..gather 3 gather 2.. reduce 3..
+BACKWARD = """backward 3 reduce 3..
     backward 2 ..gather 2 gather 1.. reduce 2.. ..reduce 3
     backward 1 ..gather 1 reduce 1.. ..reduce 2   reduce 9.. ..reduce 1 ..reduce 9"""
 REDUCED = """backward 3 reduce 3..   backward 2 reduce 2.. ..reduce 3   backward 1 reduce 1.. ..reduce 2
@@ -80,7 +80,7 @@ REDUCED = """backward 3 reduce 3..   backward 2 reduce 2.. ..reduce 3   backward
 
 
 @pytest.mark.parametrize("stack, expected", [
-    (("zero3",), f"{FORWARD} ..gather 3 gather 3.. forward 3 {BACKWARD}"),
+    (("zero3",), f"{FORWARD} ..gather 3 gather 2.. forward 3 {BACKWARD}"),
     (("zero2",), f"""gather 9.. gather 1.. gather 2.. gather 3.. ..gather 9
         ..gather 1 forward 1 ..gather 2 forward 2 ..gather 3 forward 3 {REDUCED}"""),
 ])

@@ -117,7 +117,7 @@ def from_optax(tx: Any, *, elementwise: bool = False) -> GradientTransformation:
         A `GradientTransformation` whose state is optax's, of tensors: it is saved and restored like any other.
 
     Raises:
-        ValueError: when called: some of a sharded tree is not here to be gathered (a pipeline's stages, tensor parallelism).
+        ValueError: when called: some of a sharded tree is not here to be gathered (a pipeline's stages).
 
     Cost: a jitted call; copies of the updates and the new state. Sharded and not elementwise: two all-gathers of the
         parameters' size a step, and 1/1 of the optimizer state on each rank in place of 1/N.

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fspeed.ops.optimizers import adamw_
 from fspeed.optim import kernels
 from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, increment, new_count
 from fspeed.optim.combine import chain
@@ -163,6 +164,8 @@ def _fused(
     if found is None or not fixed(wd):
         return None
     count = increment(state.count)
+    if kernels.triton([row for _, row in found]):
+        return _on_gpu(found, state._replace(count=count), rate_for(lr, count.device), b1, b2, eps, wd)
     if found and all(row[0].is_cpu and row[0].numel() >= kernels.LONG for _, row in found) and kernels.compiles():
         return _compiled(found, state._replace(count=count), rate_for(lr, count.device), b1, b2, eps, wd)
     for decays, (ps, gs, mus, nus) in lists(found):
@@ -175,6 +178,18 @@ def _fused(
             amsgrad=False, maximize=False,
         )
     return ScaleByAdamState(count, state.mu, state.nu)
+
+
+def _on_gpu(found: list, state: ScaleByAdamState, rate: Any, b1: Any, b2: Any, eps: Any, wd: Any) -> ScaleByAdamState | None:
+    """The same by Triton's kernel."""
+    if rate is None:
+        return None
+    power1, power2 = (1 - correction(b, state.count) for b in (b1, b2))
+    for decays, row in found:
+        adamw_(
+            *kernels.flat(row), rate=rate, power1=power1, power2=power2, b1=b1, b2=b2, eps=eps, weight_decay=wd if decays else 0.0,
+        )
+    return state
 
 
 def _compiled(found: list, state: ScaleByAdamState, rate: Any, b1: Any, b2: Any, eps: Any, wd: Any) -> ScaleByAdamState | None:

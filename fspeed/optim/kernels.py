@@ -3,6 +3,7 @@
 A kernel is a function of tensors of one length, which it may write over, and of a tuple of numbers; what it returns are sums.
 """
 import functools
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fspeed.ops.interpret import interpreting
 from fspeed.optim.moments import near
 from fspeed.shard.piece import at_least_float32
 
 BIG = 2**22         # elements from which on compiling, which takes seconds, pays
 LONG = 2**23        # the same, of the shortest row, where torch has a fused kernel, a twentieth slower
+LAUNCH = 2**20      # elements of a row from which on a GPU takes longer to move them than the host to launch a kernel
 PART = 2**15        # elements of which a core's cache holds all tensors of an optimizer, and what is between them
 
 Kernel = Callable[..., Any]
@@ -35,12 +38,27 @@ def ready(kernel: Kernel, rows: Iterable[Sequence[Tensor]]) -> Kernel:
 
     @torch.no_grad()
     def run(row: Sequence[Tensor], *numbers: Any) -> Any:
-        flat = [x.as_strided((x.numel(),), (1,)) for x in row]
-        if many and flat[0].is_cpu and len(flat[0]) > PART:
-            return compiled(kernel)(vector(numbers, flat[0]), *flat)
-        return in_parts(kernel, flat, numbers)
+        xs = flat(row)
+        if many and xs[0].is_cpu and len(xs[0]) > PART:
+            return compiled(kernel)(vector(numbers, xs[0]), *xs)
+        return in_parts(kernel, xs, numbers)
 
     return run
+
+
+def triton(rows: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether all rows are long ones on a GPU, or interpreted, and Triton is there: for the kernels of `fspeed.ops.optimizers`."""
+    return bool(rows) and all((row[0].is_cuda or interpreting()) and row[0].numel() >= LAUNCH for row in rows) and has_triton()
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def flat(row: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors that are dense and laid alike, as vectors in the order of their memory."""
+    return [x.as_strided((x.numel(),), (1,)) for x in row]
 
 
 def in_parts(kernel: Kernel, flat: list[Tensor], numbers: tuple) -> Any:

@@ -5,11 +5,12 @@ import torch
 from torch import Tensor
 
 from fspeed.grad import requires_grad
+from fspeed.ops.optimizers import lion_
 from fspeed.optim.base import GradientTransformation, Number, NumberOrSchedule, increment, new_count
 from fspeed.optim.combine import chain
 from fspeed.optim.decay import add_decayed_weights, decay_now
 from fspeed.optim.fused import fixed, in_one_pass, rate_for, rows
-from fspeed.optim.kernels import ready
+from fspeed.optim.kernels import flat, ready, triton
 from fspeed.optim.leaves import as_function
 from fspeed.optim.masking import Mask
 from fspeed.optim.moments import cast_like, near, update_moment, wide, zeros
@@ -101,9 +102,13 @@ def lion(
         found = rows(decays, params, grads, state[0].mu)
         if found is None or rate_for(lr, state[0].count.device) is None or (isinstance(wd, Tensor) and requires_grad(wd)):
             return None
+        on_gpu = triton([row for _, row in found]) and not isinstance(wd, Tensor)
         run = ready(_descend, [row for _, row in found])
         for decayed, row in found:
             rate = rate_for(lr, row[0].device)
+            if on_gpu:
+                lion_(*flat(row), rate=rate, b1=b1, b2=b2, weight_decay=wd if decayed else 0.0)
+                continue
             run(row, rate, 1 - rate * near(wd, row[0]) if decayed else 1.0, b1, 1 - b1, b2, 1 - b2)
         return params, (ScaleByLionState(increment(state[0].count), state[0].mu), next_decay, next_rate)
 

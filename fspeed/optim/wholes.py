@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fspeed.optim.leaves import numbers
-from fspeed.shard.piece import GONE, Flat, Piece, Stage, is_gone
+from fspeed.shard.piece import GONE, Flat, Piece, Stage, cut_slice, is_gone
 from fspeed.shard.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from fspeed.tree import Groups, gathered
+from fspeed.tree import Groups, gathered, in_parts
 
 
 def on_whole(f: Callable[..., Any], values: Sequence, tree: Any, *states: Any) -> tuple[Any, ...]:
@@ -31,19 +31,11 @@ def on_whole(f: Callable[..., Any], values: Sequence, tree: Any, *states: Any) -
 
 
 def _on_group(f: Callable[..., Any], values: Sequence, group: Any, *states: Any) -> tuple[Any, ...]:
-    leaves, spec = tree_flatten(_gathered(group))
+    leaves, spec = tree_flatten(gathered(group))
     specs = [spec, *(tree_flatten(s)[1] for s in states)]
     rows = [f(*row) for row in zip(values, leaves, *map(tree_leaves, states), strict=True)]
     out, *new = zip(*rows, strict=True) if rows else [()] * len(specs)
     return placed_like(group, iter(out)), *map(tree_unflatten, specs[1:], new)
-
-
-def _gathered(group: Any) -> Any:
-    whole = gathered(group)
-    for x in tree_leaves(whole, is_leaf=lambda x: isinstance(x, Piece) and not isinstance(x.layout, Stage)):
-        if isinstance(x, Piece) and not isinstance(x.layout, Stage):
-            raise ValueError(f"this optimizer needs whole leaves, but one is kept in slices over axis {x.axis.name!r}")
-    return whole
 
 
 def placed_like(stored: Any, leaves: Iterator[Tensor]) -> Any:
@@ -56,6 +48,8 @@ def _own_part(piece: Piece, leaves: Iterator[Tensor]) -> Piece:
     layout = piece.layout
     if isinstance(layout, Stage):
         return Piece(placed_like(piece.value, leaves), piece.axis, piece.holders, layout)
+    if not isinstance(layout, Flat):
+        return cut_slice(placed_like(piece.value, leaves), piece.axis, layout)
     inner = tree_unflatten(layout.spec, [GONE if is_gone(piece.value[at]) else 0 for at in layout.place])
     given = iter(tree_leaves(placed_like(inner, leaves)))
     buckets: list[list[Tensor]] = [[] for _ in layout.buckets]
@@ -77,13 +71,15 @@ def outline(tree: Any) -> Any:
     """A tree whose whole leaves have shapes, dtypes and devices, but no memory; no communication."""
     if isinstance(tree, Groups):
         return tree.map(lambda name, group: outline(group))
-    is_flat = lambda x: isinstance(x, Piece) and isinstance(x.layout, Flat)
-    if not any(map(is_flat, tree_leaves(tree, is_leaf=is_flat))):
+    if not any(map(in_parts, tree_leaves(tree, is_leaf=in_parts))):
         return tree
-    return outline(tree_map(lambda x: _outlined(x) if is_flat(x) else x, tree, is_leaf=is_flat))
+    return outline(tree_map(lambda x: _outlined(x) if in_parts(x) else x, tree, is_leaf=in_parts))
 
 
 def _outlined(piece: Piece) -> Any:
-    layout = piece.layout
+    layout, size = piece.layout, piece.axis.size
+    if not isinstance(layout, Flat):
+        grown = lambda shape: [n * size if dim == layout else n for dim, n in enumerate(shape)]
+        return tree_map(lambda x: x.new_empty(()).expand(grown(x.shape)), outline(piece.value))
     rows = [(piece.value[at], shape) for at, shape in zip(layout.place, layout.shapes, strict=True)]
     return tree_unflatten(layout.spec, [GONE if is_gone(x) else x.new_empty(()).expand(shape) for x, shape in rows])

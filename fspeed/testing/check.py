@@ -79,11 +79,15 @@ def trajectory(stack: Sequence[str], split: Sequence[int], more: dict | None, pr
     return followed(stacked(step, stack, mesh(data=len(split)), more), p, split, pure="donate" not in stack)
 
 
-def followed(step: Step, problem: Problem, split: Sequence[int], pure: bool = True) -> dict:
-    """What some steps on this rank's rows give: metrics, and all of the state, whole. It checks that a step is pure and stable."""
+def followed(step: Step, problem: Problem, split: Sequence[int], pure: bool = True, part: int | None = None) -> dict:
+    """What some steps on this rank's part of the rows give: metrics, and all of the state, whole.
+
+    It checks that a step is pure and stable. The part is the rank's own by default.
+    """
+    part = dist.get_rank() if part is None else part
     state, metrics = step.init(problem.params, random.key(1)), []
     for i in range(STEPS):
-        batch = tree_map(lambda x: x.split(list(split))[dist.get_rank()], problem.batch(i, sum(split)))
+        batch = tree_map(lambda x: x.split(list(split))[part], problem.batch(i, sum(split)))
         before = tree_map(torch.clone, state)
         after, m = step(state, batch)
         if pure:

@@ -22,7 +22,7 @@ def check_op(op: Op, *args: Any, roundings: float = ROUNDINGS, kernels: bool = T
     Args:
         op: what `ops.op` made.
         args: its arguments. Results must be tensors, or a tuple of them.
-        roundings: the tolerance, in roundings of the dtype of the result.
+        roundings: the tolerance, in roundings of the dtype of the result, or of an argument's if that is coarser.
         kernels: whether to run the Triton kernels too, by the interpreter.
         second: whether second derivatives are compared too.
 
@@ -33,15 +33,16 @@ def check_op(op: Op, *args: Any, roundings: float = ROUNDINGS, kernels: bool = T
     >>> double = op("doctest_twice(Tensor x) -> Tensor", lambda x: 2 * x, cuda=lambda x: 2 * x)
     >>> check_op(double, torch.randn(5))
     """
+    coarsest = max([torch.finfo(args[i].dtype).eps for i in differentiable(args)], default=0.)
     paths: list[tuple[str, Any]] = [("cpu", contextlib.nullcontext)]
     for path, within in paths + [("kernel", interpreted)] * kernels:
         with within(), poisoned():
             before = [x.clone() if isinstance(x, Tensor) else x for x in args]
-            close(f"{path}: values", op(*args), op.reference(*wide(args)), roundings)
-            close(f"{path}: gradients", gradients(op, args), gradients(op.reference, wide(args)), roundings)
+            close(f"{path}: values", op(*args), op.reference(*wide(args)), roundings, coarsest)
+            close(f"{path}: gradients", gradients(op, args), gradients(op.reference, wide(args)), roundings, coarsest)
             close(f"{path}: the arguments, which it must not write to", floats(args), floats(before), 0)
     adjoint(op, wide(args))
-    batches(op, args, roundings)
+    batches(op, args, roundings, coarsest)
     traces(op, args)
     if second and differentiable(args):
         close("second derivatives", curvature(op, wide(args)), curvature(op.reference, wide(args)), 1e4)
@@ -63,7 +64,7 @@ def adjoint(op: Op, args: Sequence[Any]) -> None:
     assert gap < 1e-6, f"{op.name}: <c, J t> and <J^T c, t> differ by {gap:.2e} of their terms"
 
 
-def batches(op: Op, args: Sequence[Any], roundings: float) -> None:
+def batches(op: Op, args: Sequence[Any], roundings: float, coarsest: float) -> None:
     """vmap over one argument after another, and over all, is a stack of calls."""
     at = differentiable(args)
     for over in [[i] for i in at] + [at] * (len(at) > 1):
@@ -71,7 +72,7 @@ def batches(op: Op, args: Sequence[Any], roundings: float) -> None:
         dims = tuple(0 if i in over else None for i in range(len(args)))
         one = [op(*[x[row] if i in over else x for i, x in enumerate(batch)]) for row in range(2)]
         want = [torch.stack(same) for same in zip(*map(listed, one), strict=True)]
-        close(f"vmap over {over}", listed(torch.vmap(op, dims)(*batch)), want, roundings)
+        close(f"vmap over {over}", listed(torch.vmap(op, dims)(*batch)), want, roundings, coarsest)
 
 
 def traces(op: Op, args: Sequence[Any]) -> None:
@@ -137,8 +138,8 @@ def wide(args: Sequence[Any]) -> list[Any]:
     return [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
 
 
-def close(what: str, got: Any, want: Any, roundings: float) -> None:
-    """Within so many roundings, of got's dtype, of the largest number wanted."""
+def close(what: str, got: Any, want: Any, roundings: float, coarsest: float = 0.) -> None:
+    """Within so many roundings, of got's dtype or coarser ones, of the largest number wanted."""
     for i, (a, b) in enumerate(zip(floats(got), floats(want), strict=True)):
         assert a.shape == b.shape, f"{what}[{i}]: shape {tuple(a.shape)}, not {tuple(b.shape)}"
         if not a.is_floating_point():
@@ -146,7 +147,7 @@ def close(what: str, got: Any, want: Any, roundings: float) -> None:
             continue
         finite = b[b.isfinite()].abs()
         scale = max(float(finite.max()), 0.1) if finite.numel() else 0.0        # what is small is a difference of larger numbers
-        bound = roundings * torch.finfo(a.dtype).eps * scale
+        bound = roundings * max(torch.finfo(a.dtype).eps, coarsest) * scale
         same = (a.double() - b.double()).abs() <= bound
         same |= a.double() == b.double()
         assert bool(same.all()), (

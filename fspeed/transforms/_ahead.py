@@ -28,11 +28,12 @@ class Ahead:
     def __call__(self, name: str, stored: Any) -> Any:
         if in_torch_func() or in_replay():      # somebody differentiates, or wants the same operations at each replay
             return self.begin(name, stored)()
-        if name == ROOT:                        # it is asked for first, so it is never started ahead: layers are, behind it
-            made = self.begin(name, stored)()
-        else:
-            made = self.take(name, stored)
-            self.seen(name)
+        if name == ROOT:                        # it is asked for first, so it is never started ahead, and the first layer behind it
+            made = self.begin(name, stored)
+            self.start()
+            return made()
+        made = self.take(name, stored)
+        self.seen(name)
         self.start()
         return made
 

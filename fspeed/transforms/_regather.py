@@ -9,13 +9,19 @@ from fspeed.shard.pytree import tree_leaves, tree_map
 
 
 class Regathered:
-    """What one step's layers made again for backward: the weights of one use of one layer at a time."""
+    """The weights of the use of a layer that was last, in forward or, made again, in backward: of one use at a time.
+
+    So the layer whose backward follows its forward at once, the last one, finds its weights still there.
+    """
 
     def __init__(self):
         self.drop()
 
     def drop(self, grads=()):
         self.use, self.leaves = None, ()
+
+    def hold(self, use, leaves):
+        self.use, self.leaves = use, [x.detach() for x in leaves]
 
     def around(self, opening, at):
         """The layer; what autograd saves of its weights is a note of where they lie, not the weights."""
@@ -25,6 +31,7 @@ class Regathered:
         def run(stored, *args, **kwargs):
             if not torch.is_grad_enabled() or in_torch_func() or in_backward():
                 return opening(stored, *args, **kwargs)     # nothing is kept, or it is used at once
+            self.drop()
             usable = opening.view(stored)
             if in_trace():
                 return opening.fn(marked(usable), *args, **kwargs)
@@ -43,6 +50,7 @@ class Use:
         self.stored = tree_map(torch.Tensor.detach, stored)
         kept = {storage(x) for x in tree_leaves(stored)}
         leaves = tree_leaves(usable)
+        slot.hold(self, leaves)
         self.index = {storage(x): i for i, x in reversed(list(enumerate(leaves))) if x.numel() and storage(x) not in kept}
         node = next((x.grad_fn for x in leaves if x.grad_fn is not None), None)
         if node is not None:
@@ -59,7 +67,7 @@ class Use:
         if self.slot.use is not self:
             self.slot.drop()
             with torch.no_grad():
-                self.slot.use, self.slot.leaves = self, tree_leaves(self.view(self.stored))
+                self.slot.hold(self, tree_leaves(self.view(self.stored)))
         base = self.slot.leaves[at].untyped_storage()
         shape, stride, offset = where
         x = torch.empty(0, dtype=dtype, device=base.device).set_(base, offset, shape, stride)

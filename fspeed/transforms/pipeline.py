@@ -88,11 +88,9 @@ def pipeline(
 
         return put
 
-    def base(loss: Opened, state: State, batch: Batch):
-        return run(loss, state, batch, proof, cut(sizes_of(state.params)), ax)
-
-    def value(loss: Opened, state: State, batch: Batch):
-        return run(loss, state, batch, proof, cut(sizes_of(state.params)), ax, grad=False)[0], None
+    def base(loss: Opened, state: State, batch: Batch, grad: bool = True):
+        refuse_call(state, batch)
+        return run(loss, state, batch, proof, cut(sizes_of(state.params)), ax, grad)
 
     def tied(inner: Grads) -> Grads:
         def summed(loss: Opened, state: State, batch: Batch):
@@ -102,7 +100,8 @@ def pipeline(
         return summed
 
     label = f"{proof.stages} stages over {ax.name!r} ({ax.size})"
-    stages = outside(step, tied, place=placed(step, label, BySizes(place)), axes=over(step, ax), base=base, value=value)
+    stages = outside(step, tied, place=placed(step, label, BySizes(place)), axes=over(step, ax), base=base,
+                     value=functools.partial(base, grad=False))
     return outside(stages, unwrapped)
 
 

@@ -37,7 +37,8 @@ def zero_shard(step: Step, mesh: Mesh, *, axis: str = "data", stage: int = 3, pe
         ValueError: no such stage or axis, or another transform of the step uses the axis.
 
     Cost: for P parameters, of which L in layers and R in the root, N ranks and m microbatches, between steps 1/N of all.
-        A rank sends (N-1)/N times these elements a step: stage 1, 2P; stage 2, (1+m)P; stage 3, m(3L + 2R).
+        A rank sends (N-1)/N times these elements a step: stage 1, 2P; stage 2, (1+m)P; stage 3, m(3L + 2R),
+        less the last layer once in each microbatch where its backward follows at once (without `checkpoint`).
         During a step it holds beside them the gathered parameters: all in stages 1 and 2, one or two layers and the root in
         stage 3; and gradients: all in stage 1, 1/N and one layer's in stages 2 and 3.
 
@@ -134,6 +135,9 @@ def regathered(inner: Grads) -> Grads:
     """Layers whose usable parameters are freed after forward and made again for backward."""
     def run(loss, state: State, batch: Batch):
         slot = Regathered()
-        return inner(loss.wrapped(slot.around), state, batch)
+        try:
+            return inner(loss.wrapped(slot.around), state, batch)
+        finally:
+            slot.drop()
 
     return run

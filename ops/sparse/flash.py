@@ -16,7 +16,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def forward(
     q, k, v, out, lse, parts, part_lse, pieces, index, mask, masks, padding, bias, key,
-    qz, qh, qn, kz, kh, kn, vz, vh, vn, bz, bh, bi, bj, copies, heads, shared, group, Nq, Nk, scale, rate,
+    qz, qh, qn, kz, kh, kn, vz, vh, vn, bz, bh, bi, bj, copies, heads, shared, group, Nq, Nk, scale, remain,
     HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr,
     PADDING: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -53,7 +53,7 @@ def forward(
             fade = tl.math.exp2(top - ref)
             total = total * fade + tl.sum(p, 1)
             if DROPOUT:
-                p *= kept(key, zh, i0 + i, j0 + j, Nq, Nk, rate)
+                p *= kept(key, z, h, heads, i0 + i, j0 + j, Nq, Nk, remain)
             acc = tl.dot(p.to(V.dtype), V, acc * fade[:, None], input_precision=PRECISION)
             top = new
     empty = total == 0
@@ -123,7 +123,7 @@ def rowsums(a, b, out, az, ah, an, heads, N, HEAD: tl.constexpr, DIM: tl.constex
 def backward_rows(
     q, k, v, g, dq, dbias, lse, delta, parts, pieces, index, mask, masks, padding, bias, key,
     qz, qh, qn, kz, kh, kn, vz, vh, vn, gz, gh, gn, bz, bh, bi, bj, dbz, dbh, dbi, dbj,
-    copies, heads, shared, group, Nq, Nk, scale, rate,
+    copies, heads, shared, group, Nq, Nk, scale, remain,
     HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr,
     PADDING: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -153,7 +153,7 @@ def backward_rows(
                      padding, bias, bz, bh, bi, bj, Nq, Nk, scale, BLOCK, CUT, PADDING, BIAS)
             dp = tl.dot(G, tl.trans(V), input_precision=PRECISION)
             if DROPOUT:
-                dp *= kept(key, zh, i0 + i, j0 + j, Nq, Nk, rate)
+                dp *= kept(key, z, h, heads, i0 + i, j0 + j, Nq, Nk, remain)
             ds = tl.math.exp2(x - L) * (dp - D)
             if BIAS:
                 at = dbias + z * dbz + h * dbh + (i0 + i).to(tl.int64) * dbi + (j0 + j).to(tl.int64) * dbj
@@ -169,7 +169,7 @@ def backward_rows(
 @triton.jit
 def backward_columns(
     q, k, v, g, dk, dv, lse, delta, part_dk, part_dv, pieces, index, mask, masks, padding, bias, key,
-    qz, qh, qn, kz, kh, kn, vz, vh, vn, gz, gh, gn, bz, bh, bi, bj, copies, heads, shared, group, Nq, Nk, scale, rate,
+    qz, qh, qn, kz, kh, kn, vz, vh, vn, gz, gh, gn, bz, bh, bi, bj, copies, heads, shared, group, Nq, Nk, scale, remain,
     HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr,
     PADDING: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -205,7 +205,7 @@ def backward_columns(
             p = tl.math.exp2(x - finite(L)[None, :])
             dp = tl.dot(V, tl.trans(G), input_precision=PRECISION)
             if DROPOUT:
-                keep = kept(key, zh, i0 + i, j0 + j, Nq, Nk, rate)
+                keep = kept(key, z, h, heads, i0 + i, j0 + j, Nq, Nk, remain)
                 acc_v = tl.dot((p * keep).to(G.dtype), G, acc_v, input_precision=PRECISION)
                 dp *= keep
             else:
@@ -287,9 +287,9 @@ def finite(lse):
 
 
 @triton.jit
-def kept(key, zh, i, j, Nq, Nk, rate):
-    """Dropout's factor: 1 / (1 - rate) or 0, by a draw at (z, h, i, j)."""
-    at = (zh * Nq + i) * Nk + j
+def kept(key, z, h, heads, i, j, Nq, Nk, remain):
+    """Dropout's factor, 1 / remain or 0, by a draw at (row, h, i, j); key is two words and each row's place in the whole batch."""
+    at = ((tl.load(key + 2 + z).to(tl.int64) * heads + h) * Nq + i) * Nk + j
     x0, x1 = threefry2x32(tl.load(key).to(tl.uint32), tl.load(key + 1).to(tl.uint32), (at >> 32).to(tl.uint32), at.to(tl.uint32))
     draw = ((x0 ^ x1) >> 9).to(tl.float32) * 2**-23
-    return tl.where(draw >= rate, 1 / (1 - rate), 0.0)
+    return tl.where(draw < remain, 1 / remain, 0.0)

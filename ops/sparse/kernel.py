@@ -26,7 +26,8 @@ def attention(
     """(out, lse): attention over the blocks of a layout's rows, and the logarithm of each row's sum, -inf where nothing is seen.
 
     q is (batch, heads, Nq, D); k, v are (batch, heads / group, Nk, D); bias broadcasts to (batch, heads, Nq, Nk); padding is
-    bool (batch, Nk); with a key of int32 (2,), weights are dropped at this rate.
+    bool (batch, Nk); with a key of int32 (2 + batch,), two words and
+    each row's place in the whole batch, weights are dropped at this rate.
     """
     q, scale = (-q, -scale) if scale < 0 else (q, scale)
     q, k, v = map(dense_rows, (q, k, v))
@@ -39,7 +40,7 @@ def attention(
     on(flash.forward, q)[grid](
         q, k, v, out, lse, parts, part_lse, work.pieces, *inputs(rows, masks, q, k, bias, padding, key),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides(bias, q, k),
-        *sizes(q, k, copies, shared), scale, rate, **constants, **options)
+        *sizes(q, k, copies, shared), scale, 1 - rate, **constants, **options)
     merge(work, copies, shared, parts, part_lse, out, lse, block, True)
     return out, lse
 
@@ -65,7 +66,7 @@ def gradients(
     parts = scratch(work, copies, block, D)
     on(flash.backward_rows, q)[(len(work.pieces) * copies * tiles,)](
         q, k, v, grad, dq, lse if dbias is None else dbias, lse, delta, parts, work.pieces, *inputs(rows, *shared_inputs),
-        *at, *strides(dbias, q, k), *sizes(q, k, copies, shared), scale, rate, **constants, **options)
+        *at, *strides(dbias, q, k), *sizes(q, k, copies, shared), scale, 1 - rate, **constants, **options)
     merge(work, copies, shared, parts, None, dq, None, block, False)
 
     dk, dv = (x.new_empty(batch, heads, *x.shape[2:]) for x in (k, v))
@@ -73,7 +74,7 @@ def gradients(
     part_dk, part_dv = (scratch(work, copies, block, D) for _ in range(2))
     on(flash.backward_columns, q)[(len(work.pieces) * copies * tiles,)](
         q, k, v, grad, dk, dv, lse, delta, part_dk, part_dv, work.pieces, *inputs(columns, *shared_inputs),
-        *at, *sizes(q, k, copies, shared), scale, rate, **constants, **options)
+        *at, *sizes(q, k, copies, shared), scale, 1 - rate, **constants, **options)
     for part, of in ((part_dk, dk), (part_dv, dv)):
         merge(work, copies, shared, part, None, of, None, block, False)
     group = heads // k.shape[1]

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Predicate = Callable[[Tensor, Tensor], Tensor]
 AT_ONCE = 1 << 22           # elements of a predicate evaluated at a time
@@ -142,6 +144,10 @@ class Layout:
         """bool (heads, Nq, Nk): which keys each query sees."""
         return visible(self.rows.start, self.rows.index, self.rows.mask, self.masks, self.heads, self.lengths)
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What `known` takes: rows, columns and masks."""
+        return (*[getattr(side, name) for side in (self.rows, self.columns) for name in FIELDS], self.masks)
+
     def entries(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of each block, in the order of `rows`: its row (of any head), its column and its mask, int64 on the CPU."""
         rows = self.rows
@@ -168,6 +174,22 @@ class Layout:
 
 
 FIELDS = ("start", "full", "index", "mask")
+
+
+def known(tensors: Sequence[Tensor], lengths: tuple[int, int]) -> Layout:
+    """The layout of `Layout.tensors`, the same object as long as these tensors live: what is made of it is kept with it."""
+    state = [(id(x), x.data_ptr(), x._version) for x in tensors], lengths
+    before, layout = _KNOWN.get(tensors[0], (None, None))
+    if before == state:
+        return layout
+    *sides, masks = [x.detach() for x in tensors]           # the layout must not keep the key of its own entry alive
+    block, rows = masks.shape[-1], blocks(lengths[0], masks.shape[-1])
+    layout = Layout(Blocks(*sides[:4]), Blocks(*sides[4:]), masks, block, len(sides[1]) // rows, lengths)
+    _KNOWN[tensors[0]] = state, layout
+    return layout
+
+
+_KNOWN: Any = WeakTensorKeyDictionary()
 
 
 def stack(layouts: Sequence[Layout]) -> Layout:

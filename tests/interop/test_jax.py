@@ -339,12 +339,10 @@ def test_optax_state_is_saved_and_restored(tmp_path: Any) -> None:
 
 def test_what_is_not_here_is_not_gathered() -> None:
     optax = pytest.importorskip("optax")
-    from fspeed.shard.mesh import Axis
-    from fspeed.shard.piece import Piece
+    from fspeed.shard.piece import Absent
     from fspeed.tree import cut
 
-    sliced = lambda name, group: {"w": Piece(group["w"], Axis("model", 0, 0, 2, None), 1, 0)}
-    params = cut({"w": torch.ones(2)}, place=(("slices", sliced),))
+    params = cut({"w": torch.ones(2)}, place=(("stages", lambda name, group: Absent()),))
     with pytest.raises(ValueError, match=r"on other ranks.*elementwise=True"):
         from_optax(optax.adamw(0.1)).init(params)
     from_optax(optax.adamw(0.1), elementwise=True).init(params)

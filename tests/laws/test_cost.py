@@ -23,7 +23,7 @@ LAYERS, P = DEPTH * LAYER, DEPTH * LAYER + ROOT
 assert LAYER % (N * ALIGN) == 0 and ROOT % (N * ALIGN) == 0         # so that there is no padding
 
 
-def tanh_step(optimizer):
+def tanh_step(optimizer, depth=DEPTH):
     @fs.layer
     def block(p, x):
         return torch.tanh(x @ p["w"] + p["b"])
@@ -36,7 +36,7 @@ def tanh_step(optimizer):
 
     params = {
         "root": torch.randn(VOCAB, WIDTH),
-        "blocks": [{"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(WIDTH)} for _ in range(DEPTH)],
+        "blocks": [{"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(WIDTH)} for _ in range(depth)],
     }
     return make_step(loss, optimizer, layers="blocks/*"), params
 
@@ -53,13 +53,13 @@ def costs(stack):
     return counted.total, dict(counted.calls), counted.gathered / 4, stored_bytes((state.params, state.opt_state)) / 4
 
 
-def peak(stack):
-    """The most elements alive at once in a step, beyond the state; the least of three, as gloo lets go a moment after its wait."""
-    step, params = tanh_step(optim.adamw(1e-3))
+def peak(stack, depth=DEPTH):
+    """The most elements alive at once in a step, beyond the state; the least of six, as gloo lets go a moment after its wait."""
+    step, params = tanh_step(optim.adamw(1e-3), depth)
     step = stacked(step, stack, mesh(data=N) if set(stack) & set(PLACEMENTS) else None)
     tokens = torch.arange(M)
     box = [step(step.init(params), tokens)[0]]
-    return min(allocated_peak(lambda: box.append(step(box.pop(), tokens)[0])) for _ in range(3)) / 4
+    return min(allocated_peak(lambda: box.append(step(box.pop(), tokens)[0])) for _ in range(6)) / 4
 
 
 def orders(placement, others=("accumulate", "checkpoint", "bf16", "skip_nonfinite")):
@@ -68,9 +68,10 @@ def orders(placement, others=("accumulate", "checkpoint", "bf16", "skip_nonfinit
             yield from itertools.permutations((placement, *chosen))
 
 
-def sent(placement, microbatches):
+def sent(placement, microbatches, again=0):
+    """`again`: elements of layers that backward gathers again."""
     whole = {
-        "data_parallel": 2 * P, "zero1": 2 * P, "zero2": (1 + microbatches) * P, "zero3": microbatches * (3 * LAYERS + 2 * ROOT)
+        "data_parallel": 2 * P, "zero1": 2 * P, "zero2": (1 + microbatches) * P, "zero3": microbatches * (2 * P + again)
     }[placement]
     return whole * (N - 1) // N
 
@@ -85,7 +86,8 @@ def every_order(placement):
 def test_elements_sent_and_reductions_made_in_every_order(placement):
     for stack, (total, calls, _, _) in every_order(placement):
         m = M if "accumulate" in stack else 1
-        assert total == sent(placement, m), f"{stack} sent {total}, expected {sent(placement, m)}"
+        expected = sent(placement, m, LAYERS if "checkpoint" in stack else LAYERS - LAYER)      # the last layer is still there
+        assert total == expected, f"{stack} sent {total}, expected {expected}"
         reductions = calls.get("all_reduce", 0) + calls.get("all_to_all_single", 0) + calls.get("reduce_scatter_tensor", 0)
         assert reductions == (DEPTH + 1) * (m if placement in ("zero2", "zero3") else 1), f"{stack} made {calls}"
 
@@ -118,7 +120,8 @@ def test_peak_beside_the_state(placement, most):
 
 
 def test_stage_3_costs_less_memory_than_2_and_2_than_1():
-    peaks = [ranks(N)(peak, (p, "donate"))[0] for p in ("zero1", "zero2", "zero3")]
+    """So deep that layers which gloo lets go late, on a busy machine, are less than a stage saves."""
+    peaks = [ranks(N)(peak, (p, "donate"), 20)[0] for p in ("zero1", "zero2", "zero3")]
     assert peaks[0] > peaks[1] > peaks[2], peaks
 
 

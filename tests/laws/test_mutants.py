@@ -14,9 +14,9 @@ from fspeed.step import Step, outside
 from fspeed.testing import check_stack, ranks
 from fspeed.testing.pool import RankError
 from fspeed.testing.stacks import TRANSFORMS
+from fspeed.transforms import _sums as sums_file
 from fspeed.transforms import accumulate as accumulate_file
 from fspeed.transforms import checkpoint as checkpoint_file
-from fspeed.transforms import data_parallel as data_parallel_file
 from fspeed.transforms._ahead import Ahead
 
 
@@ -65,8 +65,8 @@ def then(pending, change):
 
 
 MUTANTS = {
-    "a reduction lost": (("data_parallel",), data_parallel_file, "summed", lambda f: lambda group, axis, dtype: group),
-    "a reduction doubled": (("data_parallel",), data_parallel_file, "summed", lambda f: lambda g, *a: f(settled(f(g, *a)), *a)),
+    "a reduction lost": (("data_parallel",), sums_file, "summed", lambda f: lambda group, axis, dtype: group),
+    "a reduction doubled": (("data_parallel",), sums_file, "summed", lambda f: lambda g, *a: f(settled(f(g, *a)), *a)),
     "a scatter off by a thousandth": (
         ("zero3",), piece, "start_reduce_scatter", lambda f: lambda x, axis: then(f(x, axis), lambda y: y * 1.001)
     ),

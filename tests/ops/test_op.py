@@ -5,7 +5,7 @@ from torch.func import grad, hessian, jvp, vjp, vmap
 from torch.nn.functional import gelu
 
 from fspeed.ops.interpret import interpreted, on
-from fspeed.ops.op import Paths, op
+from fspeed.ops.op import Paths, op, plain_on_cpu
 from fspeed.testing.ops import check_op
 
 triton = pytest.importorskip("triton")
@@ -137,3 +137,37 @@ def test_the_interpreter_leaves_tritons_language_as_it_was():
     on(twice_kernel, x)[(1,)](x, out, BLOCK=8)
     assert torch.equal(out, 2 * x)
     assert [dict(vars(part)) for part in (tl, tl.core, tl.tensor, tl.dtype)] == before
+
+
+def test_an_op_of_many_results_without_a_backward_of_its_own_has_second_derivatives():
+    """Also where some arguments are tensors without derivatives, or absent."""
+    plain = lambda x, y, n, z: (x * y.sin() * n[0], y * x.exp())
+    made = op("test_many(Tensor x, Tensor y, Tensor n, Tensor? z) -> (Tensor, Tensor)", plain, plain)
+    check_op(made, torch.randn(7), torch.randn(7), torch.tensor([2]), None, kernels=False)
+
+
+def test_inputs_share_a_gradient_without_a_copy():
+    """And are right in every derivative: x + y + z, where y's gradient is x's, and z's is the output's."""
+    add = lambda x, y, z: (x + y) ** 2 + z
+    shared = op("test_shared(Tensor x, Tensor y, Tensor z) -> Tensor", add, add,
+                backward=Paths(*[lambda g, i, o: [2 * g[0] * (i[0] + i[1])]] * 2), alike={1: 0, 2: ~0})
+    check_op(shared, X, X.flip(0), X.sin(), kernels=False)
+    dy = torch.randn(X.shape)
+    dx, dy_, dz = vjp(shared, X, X, X)[1](dy)
+    assert dx.data_ptr() == dy_.data_ptr() and dz.data_ptr() == dy.data_ptr()
+
+
+def test_inputs_without_a_gradient():
+    """As constants: their gradient is zero, and nothing computes it."""
+    scaled = op("test_constant(Tensor x, Tensor by) -> Tensor", lambda x, by: x * by.detach(), None,
+                backward=Paths(*[lambda g, i, o: [g[0] * i[1]]] * 2), alike={1: None})
+    check_op(scaled, X, X.flip(0), kernels=False)
+    assert not vjp(scaled, X, X)[1](X)[1].any()
+
+
+def test_plain_on_cpu_is_the_reference_there():
+    """And the op where kernels are interpreted."""
+    seven = plain_on_cpu(op("test_plain(Tensor x) -> Tensor", lambda x: x + 1, cuda=lambda x: torch.full_like(x, 7.)))
+    assert torch.equal(seven(X), X + 1)
+    with interpreted():
+        assert torch.equal(seven(X), torch.full_like(X, 7.))

@@ -6,7 +6,6 @@ pytest.importorskip("triton")
 from fspeed.ops.aot import compiled
 from fspeed.ops.xent.kernel import BLOCK, WARPS, backward, forward
 
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
 NUMBERS = ("lse", "picked", "mean", "g_lse", "g_picked", "g_mean")
 
 

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from fspeed import optim
+from fspeed.ops.interpret import interpreted
 from fspeed.optim import kernels
 from fspeed.optim.kernels import ready
 from fspeed.optim.updates import apply_updates
@@ -66,3 +67,17 @@ def test_sums_of_parts_are_added(monkeypatch):
     row = (torch.arange(20.0),)
     total = ready(lambda x, numbers: torch.stack([x.sum(), numbers[0] * x.square().sum()]), [row])(row, 2.0)
     torch.testing.assert_close(total, torch.tensor([190.0, 4940.0]))
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 4e-2)])
+@pytest.mark.parametrize("name", ["adamw masked", "lion", "lion masked"])
+def test_tritons_kernels(name, dtype, tolerance, monkeypatch):
+    """As on a GPU, interpreted; and that they are what runs."""
+    pytest.importorskip("triton")
+    from fspeed.ops.optimizers import kernel
+    launches, launch = [], kernel.launch
+    monkeypatch.setattr(kernels, "LAUNCH", 1)
+    monkeypatch.setattr(kernel, "launch", lambda *args, **named: launches.append(1) or launch(*args, **named))
+    with interpreted():
+        check(OPTIMIZERS[name](), dtype, tolerance, name)
+    assert len(launches) == 6
