@@ -35,7 +35,7 @@ def located(stored: Any) -> Any:
     >>> from fspeed.shard.mesh import mesh
     >>> from fspeed.shard.piece import shard
     >>> located(shard({"b": torch.zeros(3), "w": torch.zeros(2, 2)}, mesh(data=1).axis("data")))["w"]
-    Lying(runs=(Run(buffer=0, start=3, first=0, stop=4),), parts=1)
+    Lying(runs=(Run(buffer=0, start=3, first=0, stop=4),), parts=Fraction(1, 1))
     """
     leaves, spec = tree_flatten(stored)
     return _opened(tree_unflatten(spec, [Lying((Run(i, 0, 0, x.numel()),)) for i, x in enumerate(leaves)]))
