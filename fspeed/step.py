@@ -245,7 +245,7 @@ class Step:
         if self.weights is not None:
             rows = torch.tensor(len(batch.rows), dtype=torch.float64, device=batch.rows.device)
             parts = {name: torch.as_tensor(weight, device=rows.device) for name, weight in self.weights(batch.data).items()}
-            loss = replace(loss, weights=summed({**parts, ROWS: rows}, tuple(a for a in self.axes if a.splits_batch)))
+            loss = replace(loss, weights=summed({**parts, ROWS: rows}, self.axes))
         metrics, grads = self.grads(base)(loss, state, batch)
         metrics = summed(metrics, self.axes)
         return metrics, divided(grads, metrics["loss"].weight * seed)

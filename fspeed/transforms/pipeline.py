@@ -90,6 +90,8 @@ def pipeline(
 
     def base(loss: Opened, state: State, batch: Batch, grad: bool = True):
         refuse_call(state, batch)
+        if loss.weights is not None:            # all ranks of the axis have the same batch, and one of them the loss
+            loss = replace(loss, weights={name: weight / ax.size for name, weight in loss.weights.items()})
         return run(loss, state, batch, proof, cut(sizes_of(state.params)), ax, grad)
 
     def tied(inner: Grads) -> Grads:
